@@ -1,0 +1,79 @@
+"""Engine configuration: the one source for the command line's flags, for `LLM(...)` and for the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import ConfigError
+
+
+def option(default: Any, text: str, flag: str | None = None, **more: Any) -> Any:
+    """A dataclass field that is also a command-line option.
+
+    Args:
+        default: its default.
+        text: the option's help.
+        flag: the flag where it is not the field's name with dashes.
+        more: `choices` (a tuple), `low` (least value).
+    """
+    metadata = {"help": text, "flag": flag, **more}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is set up. None and "auto" mean: chosen, and the choice is reported in the log.
+
+    Raises:
+        ConfigError: a value is out of range, or two values contradict each other.
+    """
+
+    model: str | None = option(None, "Model: a directory, a .gguf file or a Hugging Face id. Default: the demo model.")
+    tokenizer: str | None = option(None, "Tokenizer directory, where it is not the model's own.")
+    revision: str | None = option(None, "Revision of the Hugging Face repository.")
+    device: str = option("auto", "Device: a name or an id from `octavo devices`, or auto.")
+    dtype: str = option(
+        "auto", "Weights and activations.", choices=("auto", "float32", "bfloat16", "float16", "float64")
+    )
+    kv_cache_dtype: str = option(
+        "auto", "KV cache; auto is as --dtype.", choices=("auto", "float32", "bfloat16", "float16", "float64")
+    )
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens, prompt and output. Default: the model's.", low=1
+    )
+    max_num_seqs: int = option(256, "Sequences that run at once.", low=1)
+    max_num_batched_tokens: int = option(2048, "Tokens per step: the budget that prefill chunks share.", low=1)
+    block_size: int | None = option(None, "Tokens per KV block. Default: the device's.", low=1)
+    memory_utilization: float | None = option(
+        None, "Share of the device's memory to use for weights, activations and KV cache. Default: the device's."
+    )
+    kv_cache_memory: int | None = option(None, "Bytes for the KV cache, in place of --memory-utilization.", low=1)
+    swap_space: int = option(
+        0, "Bytes of host memory for the blocks of preempted requests; 0 preempts by recompute.", low=0
+    )
+    prefix_caching: bool = option(True, "Reuse the KV blocks of equal prefixes.")
+    chunked_prefill: bool = option(True, "Split long prompts over several steps.")
+    seed: int | None = option(None, "Seed for requests that bring none. Default: fresh ones.")
+    max_waiting: int = option(100_000, "Requests that may wait; further ones are refused.", low=1)
+    served_model_name: str | None = option(None, "Name in the API. Default: the model's.")
+    backend_option: Mapping[str, str] = option(dict, "key=value for the device's plugin; may be repeated.")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, low, choices = getattr(self, f.name), f.metadata.get("low"), f.metadata.get("choices")
+            flag = f.metadata.get("flag") or "--" + f.name.replace("_", "-")
+            if low is not None and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{flag} must be a whole number, not {value!r}.")
+            if low is not None and value is not None and value < low:
+                raise ConfigError(f"{flag} must be at least {low}, not {value}.")
+            if choices and value not in choices:
+                raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}.")
+        share = self.memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"--memory-utilization must be greater than 0 and at most 1, not {share}.")
+        if share is not None and self.kv_cache_memory is not None:
+            raise ConfigError("Give --memory-utilization or --kv-cache-memory, not both.")

@@ -1,0 +1,48 @@
+"""The forward pass of a decoder, written once, for every backend. Pure: what it changes, it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import Ops, StepContext
+from ..sampling.sampler import sample
+from ..step import Cache, StepInput, StepOutput, StepShape
+from .spec import ModelSpec
+
+
+def forward(
+    model: ModelSpec, ops: Ops, shape: StepShape, params: Any, cache: Cache, inputs: StepInput
+) -> tuple[Cache, Any]:
+    """Runs the batch through the model. Returns the cache and the logits, [R, V] in `ops.wide`."""
+    xp = ops.xp
+    ids = inputs.token_ids
+    ids = xp.where(ids < 0, xp.take(cache.sampled, xp.clip(-1 - ids, min=0), axis=0), ids)
+    cos, sin = ops.rotary_table(params["rope_inv_freq"], inputs.positions, model.rope.attention_factor)
+    ctx = StepContext(model, shape, inputs, ops.plan(inputs, shape), cos, sin)
+
+    def body(x: Any, layer: Any, layer_cache: Any, index: int) -> tuple[Any, Any]:
+        x, layer_cache = ops.attention_block(x, layer, layer_cache, ctx, model.sliding_window[index])
+        return ops.mlp_block(x, layer, ctx), layer_cache
+
+    x = ops.embed(params["embed"], ids)
+    x, layers = ops.layers(body, x, params["layers"], cache.layers)
+    rows = ops.rms_norm(xp.take(x, inputs.logits_rows, axis=0), params["norm"], model.norm_eps)
+    logits = ops.logits(rows, params["embed"] if model.tie_embeddings else params["lm_head"])
+    return cache._replace(layers=layers), logits
+
+
+def step(
+    model: ModelSpec, ops: Ops, shape: StepShape, params: Any, cache: Cache, inputs: StepInput
+) -> tuple[Cache, StepOutput]:
+    """One decoding step: the forward pass, then the sampler, which also keeps the tokens for the next step."""
+    cache, logits = forward(model, ops, shape, params, cache, inputs)
+    output = sample(ops, shape.sampler, logits, inputs.sampling)
+    return cache._replace(sampled=_keep(ops, cache.sampled, inputs.sampling.out_slots, output.tokens)), output
+
+
+def _keep(ops: Ops, sampled: Any, out_slots: Any, tokens: Any) -> Any:
+    """sampled with tokens[r] at out_slots[r], without a scatter: slots are few and, but for the last, distinct."""
+    xp = ops.xp
+    hit = out_slots[:, None] == xp.arange(sampled.shape[0], dtype=xp.int32, device=sampled.device)[None, :]
+    values = xp.sum(xp.where(hit, tokens[:, None], 0), axis=0, dtype=xp.int32)
+    return xp.where(xp.any(hit, axis=0), values, sampled)
