@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -138,7 +138,7 @@ class BackendFactory(ABC):
     description: str = ""
     api_version: int = API_VERSION
     auto_priority: int = 0
-    options: Mapping[str, str] = {}
+    options: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def probe(self) -> Probe:
@@ -261,7 +261,7 @@ class StepConstraints:
     samplers: tuple[SamplerShape, ...] | None = None
     max_in_flight: int = 1
 
-    def shapes(self, limits: StepLimits) -> list[StepShape]:
+    def shapes(self) -> list[StepShape]:
         """Every shape that a step can have, or [] where some size is free. `warmup` prepares these."""
         out = []
         for decode, sizes in ((True, self.decode), (False, self.prefill)):
@@ -272,8 +272,6 @@ class StepConstraints:
             for sequences in sizes.sequences:
                 for tokens in (sequences,) if decode else sizes.tokens or ():
                     for blocks in sizes.blocks:
-                        if not decode and (tokens < sequences or blocks * limits.block_size * sequences < tokens):
-                            continue
                         for sampler in self.samplers:
                             out.append(StepShape(tokens, sequences, blocks, sequences, decode, sampler))
         return out
@@ -487,7 +485,7 @@ class Backend(ABC):
         """
         for done, shape in enumerate(shapes, 1):
             self._programs[shape] = self.compile(shape)
-            self.collect(self.submit(dummy_step(shape, self.limits.max_num_seqs)))
+            self.collect(self.submit(dummy_step(shape, self.limits.max_num_seqs, self.limits.block_size)))
             if progress:
                 progress(done, len(shapes))
         self._bucketed = bool(shapes)

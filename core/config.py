@@ -16,7 +16,7 @@ def option(default: Any, text: str, flag: str | None = None, **more: Any) -> Any
         default: its default.
         text: the option's help.
         flag: the flag where it is not the field's name with dashes.
-        more: `choices` (a tuple), `low` (least value).
+        more: `choices` (a tuple), `low` (least value), `unit` ("bytes": the flag takes 4GiB and the like).
     """
     metadata = {"help": text, "flag": flag, **more}
     if callable(default):
@@ -51,9 +51,11 @@ class EngineConfig:
     memory_utilization: float | None = option(
         None, "Share of the device's memory to use for weights, activations and KV cache. Default: the device's."
     )
-    kv_cache_memory: int | None = option(None, "Bytes for the KV cache, in place of --memory-utilization.", low=1)
+    kv_cache_memory: int | None = option(
+        None, "Bytes for the KV cache, in place of --memory-utilization.", low=1, unit="bytes"
+    )
     swap_space: int = option(
-        0, "Bytes of host memory for the blocks of preempted requests; 0 preempts by recompute.", low=0
+        0, "Bytes of host memory for the blocks of preempted requests; 0 preempts by recompute.", low=0, unit="bytes"
     )
     prefix_caching: bool = option(True, "Reuse the KV blocks of equal prefixes.")
     chunked_prefill: bool = option(True, "Split long prompts over several steps.")

@@ -37,3 +37,7 @@ class RequestError(OctavoError, ValueError):
 
 class EngineDeadError(OctavoError):
     """The engine has stopped; no request can be served until it is started again."""
+
+
+class UnavailableError(OctavoError):
+    """The engine takes no new request now (it drains, or its queue is full); later, or elsewhere, it would succeed."""

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .arrays import device_of
 from .models.spec import ModelSpec
 from .sampling import filters, rng
 from .step import StepInput, StepShape
@@ -180,7 +181,7 @@ class Ops(ABC):
     def scatter(self, x: Any, ids: Any, values: Any) -> Any:
         """x [R, V] with x[r, ids[r, a]] = values[r, a]; an id of -1 is skipped. Default: one pass over x per a."""
         xp = self.xp
-        columns = xp.arange(x.shape[-1], dtype=xp.int32, device=x.device)[None, :]
+        columns = xp.arange(x.shape[-1], dtype=xp.int32, device=device_of(x))[None, :]
         for a in range(ids.shape[-1]):
             x = xp.where(columns == ids[:, a : a + 1], values[:, a : a + 1], x)
         return x

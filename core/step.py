@@ -181,12 +181,15 @@ def map_arrays(function: Any, value: Any) -> Any:
     return function(value)
 
 
-def dummy_step(shape: StepShape, max_num_seqs: int) -> Step:
+def dummy_step(shape: StepShape, max_num_seqs: int, block_size: int) -> Step:
     """A step of the given shape that touches only the null block: for warm-up and profiling."""
     T, S, B, R, A = shape.tokens, shape.sequences, shape.blocks, shape.rows, shape.sampler.adjust
     ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     floats = lambda fill, *dims: np.full(dims, fill, np.float32)  # noqa: E731
-    per_sequence = [T // S + (s < T % S) for s in range(S)]
+    # Tokens are spread over the sequences as far as the block tables reach; the rest are padding.
+    lens = np.asarray([min(B * block_size, T // S + (s < T % S)) for s in range(S)], np.int32)
+    positions = np.zeros(T, np.int32)
+    positions[: lens.sum()] = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
     sampling = SamplingInput(
         out_slots=np.full(R, max_num_seqs, np.int32),
         targets=np.full(R, -1, np.int32),
@@ -205,10 +208,9 @@ def dummy_step(shape: StepShape, max_num_seqs: int) -> Step:
         adjust_seen=np.zeros((R, A), bool),
         only_adjusted=np.zeros(R, bool),
     )
-    lens = np.asarray(per_sequence, np.int32)
     inputs = StepInput(
         token_ids=ints(T),
-        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in per_sequence]),
+        positions=positions,
         slot_mapping=ints(T),
         query_start=np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
         seq_lens=lens,

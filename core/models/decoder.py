@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import device_of
 from ..ops import Ops, StepContext
 from ..sampling.sampler import sample
 from ..step import Cache, StepInput, StepOutput, StepShape
@@ -43,6 +44,6 @@ def step(
 def _keep(ops: Ops, sampled: Any, out_slots: Any, tokens: Any) -> Any:
     """sampled with tokens[r] at out_slots[r], without a scatter: slots are few and, but for the last, distinct."""
     xp = ops.xp
-    hit = out_slots[:, None] == xp.arange(sampled.shape[0], dtype=xp.int32, device=sampled.device)[None, :]
+    hit = out_slots[:, None] == xp.arange(sampled.shape[0], dtype=xp.int32, device=device_of(sampled))[None, :]
     values = xp.sum(xp.where(hit, tokens[:, None], 0), axis=0, dtype=xp.int32)
     return xp.where(xp.any(hit, axis=0), values, sampled)
