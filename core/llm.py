@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from types import TracebackType
@@ -119,7 +120,11 @@ class LLM:
             RequestError: a prompt or its params are invalid; it names which. Nothing has run then.
             EngineDeadError: the engine was closed, or has broken.
         """
-        return self._run("Prompt", [_source(prompt) for prompt in _as_list(prompts)], params, use_tqdm)
+        sources = []
+        for i, prompt in enumerate(_as_list(prompts)):
+            with _naming("Prompt", i):
+                sources.append(_source(prompt))
+        return self._run("Prompt", sources, params, use_tqdm)
 
     def chat(
         self,
@@ -152,12 +157,10 @@ class LLM:
             raise RequestError("The model has no tokenizer, so it cannot take messages.", "messages")
         sources = []
         for i, conversation in enumerate(conversations):
-            try:
+            with _naming("Conversation", i):
                 text = self.tokenizer.apply_chat_template(
                     conversation, add_generation_prompt, tools, continue_final_message, **template_kwargs
                 )
-            except RequestError as error:
-                raise RequestError(f"Conversation {i}: {error}", error.param) from error
             sources.append(_Source(text, None, add_special_tokens=False))
         return self._run("Conversation", sources, params, use_tqdm)
 
@@ -167,14 +170,12 @@ class LLM:
         each = self._params_for(len(sources), params, noun)
         requests = []
         for i, (source, sampling) in enumerate(zip(sources, each, strict=True)):
-            try:
+            with _naming(noun, i):
                 ids = source.ids
                 if source.text is not None:
                     ids = self._inputs.encode(source.text, source.add_special_tokens)
                 # What is neither text nor ids is refused by `build`.
                 requests.append(self._inputs.build(str(next(self._numbers)), ids, sampling))  # type: ignore[arg-type]
-            except RequestError as error:
-                raise RequestError(f"{noun} {i}: {error}", error.param) from error
         texts = [source.text for source in sources]
         try:
             return _Run(self._engine, OutputProcessor(self.tokenizer), self._queue).outputs(requests, texts, use_tqdm)
@@ -200,6 +201,15 @@ class _Source(NamedTuple):
     text: str | None
     ids: Sequence[int] | None
     add_special_tokens: bool = True
+
+
+@contextmanager
+def _naming(noun: str, number: int) -> Iterator[None]:
+    """Puts into an error which of the inputs is meant."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{noun} {number}: {error}", error.param) from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

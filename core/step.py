@@ -177,7 +177,7 @@ class Step:
 def map_arrays(function: Any, value: Any) -> Any:
     """Applies a function to each array of a StepInput, SamplingInput or StepOutput."""
     if isinstance(value, tuple):
-        return type(value)(*(map_arrays(function, v) for v in value))  # type: ignore[call-arg]
+        return type(value)(*(map_arrays(function, v) for v in value))
     return function(value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ class ServerContext:
         started: when the app was made, in seconds since 1970.
         metrics: its metrics.
         draining: set once the server shuts down: requests under way finish, new ones are refused.
-        cut: set when the requests under way must end now.
+        active: the engine's ids of the requests under way.
     """
 
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
@@ -60,7 +59,7 @@ class ServerContext:
         self.started = int(time.time())
         self.metrics = Metrics(options.metrics_prefix, self.model, lambda: engine.stats)
         self.draining = False
-        self.cut = asyncio.Event()
+        self.active: set[str] = set()
 
     @classmethod
     def of(cls, request: Request) -> ServerContext:
@@ -84,6 +83,11 @@ class ServerContext:
             raise unavailable("The server is shutting down; send the request to another one.", "draining")
         if self.engine.is_dead:
             raise EngineDeadError("The engine has stopped; the server's log says why. It has to be started again.")
+
+    async def abort_all(self) -> None:
+        """Ends the requests under way; their clients get an error that says so."""
+        for name in list(self.active):
+            await self.engine.abort(name)
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError for a model that is not served here. None is the one that is."""

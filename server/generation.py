@@ -198,6 +198,7 @@ async def _one(context: ServerContext, job: Job, position: int) -> AsyncGenerato
     outputs = context.engine.generate(
         job.prompts[position], job.params, name, priority=job.priority, cache_salt=job.cache_salt
     )
+    context.active.add(name)
     try:
         async with aclosing(outputs):
             async for output in outputs:
@@ -207,6 +208,7 @@ async def _one(context: ServerContext, job: Job, position: int) -> AsyncGenerato
         timer.refused()
         raise
     finally:
+        context.active.discard(name)
         timer.close()
 
 

@@ -17,17 +17,19 @@ from ..core.errors import ConfigError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
-_FIRST_TOKEN += (40.0, 80.0, 160.0, 640.0, 2560.0)
-_PER_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+Buckets = tuple[float, ...]
+_FIRST_TOKEN: Buckets = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_FIRST_TOKEN += (20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_PER_TOKEN: Buckets = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _PER_TOKEN += (20.0, 40.0, 80.0)
-_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_REQUEST += (960.0, 1920.0, 7680.0)
+_REQUEST: Buckets = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+_REQUEST += (480.0, 960.0, 1920.0, 7680.0)
 
 
-def _one_two_five(most: int) -> tuple[float, ...]:
+def _one_two_five(most: int) -> Buckets:
     """1, 2, 5, 10, 20, 50, … up to `most`."""
-    out, power = [], 1
+    out: list[float] = []
+    power = 1
     while True:
         for digit in (1, 2, 5):
             if digit * power > most:
@@ -88,7 +90,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(prefix, model, stats))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, text: str, buckets: Buckets) -> Histogram:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(model)
 

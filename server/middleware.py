@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import uuid
@@ -101,10 +102,8 @@ class BodyLimit:
         response = APIError(413, text, code="body_too_large", headers={"Connection": "close"}).response()
         await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_discard(receive), LINGER_SECONDS)
-        except asyncio.TimeoutError:
-            pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

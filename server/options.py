@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any
@@ -43,7 +43,8 @@ def parse_bytes(text: str | int) -> int:
         if match is None or match[2].upper() not in ("K", "M", "G", "T"):
             hint = " Write bytes as a number, or with a unit: 512MB, 4GiB."
         raise typer.BadParameter(f"{text!r} is not a number of bytes.{hint}")
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    unit = _UNITS[match[2].upper()]
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def parse_pairs(pairs: list[str], flag: str) -> dict[str, str]:
@@ -79,6 +80,11 @@ def _plain(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+def _choices(name: str, choices: Sequence[str]) -> type[Enum]:
+    make: Any = Enum  # made of data, which mypy cannot follow
+    return make(name, {choice: choice for choice in choices})
+
+
 def _parameter(f: Field[Any], hint: Any) -> inspect.Parameter:
     """The parameter that typer makes an option (or, for `model`, the argument) of."""
     plain, optional = _plain(hint)
@@ -86,10 +92,10 @@ def _parameter(f: Field[Any], hint: Any) -> inspect.Parameter:
     annotation: Any = plain
     info: Any
     if f.name == "model":
-        info, annotation = typer.Argument(default, help=text, metavar="[MODEL]", show_default=False), str
+        info, annotation = typer.Argument(default, help=text, metavar="MODEL", show_default=False), str
         optional = True
     elif f.metadata.get("choices"):
-        annotation = Enum(f.name, {c: c for c in f.metadata["choices"]})
+        annotation = _choices(f.name, f.metadata["choices"])
         info = typer.Option(annotation(default), _flag(f), help=text)
     elif plain is bool:
         info = typer.Option(default, f"{_flag(f)}/--no-{_flag(f)[2:]}", help=text)

@@ -237,7 +237,7 @@ def _check_content(value: Any) -> str | list[dict[str, Any]] | None:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise PydanticCustomError(
                     "content_value",
-                    f"part {i} is of type {kind!r:.40}; this model reads only {{\"type\": \"text\", \"text\": …}}",
+                    f'part {i} is of type {kind!r:.40}; this model reads only {{"type": "text", "text": …}}',
                 )
     elif value is not None and not isinstance(value, str):
         raise PydanticCustomError("content_type", "it must be a string or a list of text parts")
@@ -252,7 +252,7 @@ class ChatRequest(GenerationRequest):
         "tool_choice": ((None, "none", "auto"), "Tool calling is not supported."),
         "functions": ((None, []), "Function calling is not supported."),
         "function_call": ((None, "none", "auto"), "Function calling is not supported."),
-        "response_format": ((None, {"type": "text"}), "Only response_format {\"type\": \"text\"} is supported."),
+        "response_format": ((None, {"type": "text"}), 'Only response_format {"type": "text"} is supported.'),
         "audio": ((None,), "Audio output is not supported."),
         "modalities": ((None, ["text"]), "Only text output is supported."),
         "reasoning_effort": ((None,), "reasoning_effort is not supported; see chat_template_kwargs."),

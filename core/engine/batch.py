@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     Attributes:
         seq: the sequence.
         slot: its slot.
-        start, count: positions start to start + count of its tokens.
+        start, length: positions start to start + length of its tokens.
         samples: whether it ends the prompt, so a token is sampled.
         prompt_logprobs: whether log-probabilities of the prompt's tokens are wanted.
     """
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     seq: Sequence
     slot: int
     start: int
-    count: int
+    length: int
     samples: bool
     prompt_logprobs: bool
 
@@ -93,7 +93,7 @@ class Batch:
         self.decode_tokens = np.where(table.pending[slots] > 0, -1 - slots, table.last_token[slots]).astype(np.int32)
         self.decode_positions = table.computed[slots]
         sequences = table.sequences
-        self.decode_seqs = [sequences[s] for s in slots.tolist()]  # type: ignore[misc]
+        self.decode_seqs = [sequences[s] for s in slots.tolist()]
         self.num_tokens += len(slots)
 
 
@@ -120,11 +120,11 @@ class BatchBuilder:
         lens = positions + 1
         token_slots = slots
         if chunks:
-            counts[n:] = [c.count for c in chunks]
+            counts[n:] = [c.length for c in chunks]
             slots = np.concatenate([slots, [c.slot for c in chunks]])
-            lens = np.concatenate([lens, [c.start + c.count for c in chunks]])
-            positions = np.concatenate([positions, *(np.arange(c.start, c.start + c.count) for c in chunks)])
-            pieces = (np.asarray(c.seq.tokens[c.start : c.start + c.count], np.int32) for c in chunks)
+            lens = np.concatenate([lens, [c.start + c.length for c in chunks]])
+            positions = np.concatenate([positions, *(np.arange(c.start, c.start + c.length) for c in chunks)])
+            pieces = (np.asarray(c.seq.tokens[c.start : c.start + c.length], np.int32) for c in chunks)
             tokens = np.concatenate([tokens, *pieces])
             token_slots = np.repeat(slots, counts)
         starts = np.zeros(len(counts) + 1, np.int64)
@@ -134,7 +134,8 @@ class BatchBuilder:
         decode = batch.num_tokens == len(counts)
         used_blocks = -(-int(lens.max()) // size)
         sizes = self._constraints.decode if decode else self._constraints.prefill
-        S = _bucket(len(counts), sizes.sequences)
+        # Where shapes are fixed there is one row per sequence, so many rows need many (padded) sequences.
+        S = _bucket(len(counts) if sizes.sequences is None else max(len(counts), len(row_tokens)), sizes.sequences)
         T = S if decode else _bucket(batch.num_tokens, sizes.tokens)
         B = _bucket(used_blocks, sizes.blocks)
         R = S if sizes.sequences is not None else max(1, len(row_tokens))
@@ -163,14 +164,14 @@ class BatchBuilder:
         if sampling:
             batch.row_slots = np.concatenate([batch.row_slots, [c.slot for _, c in sampling]])
             batch.row_seqs = batch.row_seqs + [c.seq for _, c in sampling]
-            ends = [c.start + c.count - 1 for _, c in sampling]
+            ends = [c.start + c.length - 1 for _, c in sampling]
             batch.row_positions = np.concatenate([batch.row_positions, ends])
         tokens = np.concatenate([starts[:n], [starts[n + i + 1] - 1 for i, _ in sampling]]).astype(np.int64)
         slots, targets = batch.row_slots, np.full(len(tokens), -1, np.int64)
         for i, chunk in enumerate(batch.chunks):
             if chunk.prompt_logprobs and chunk.seq.prompt_logprobs is not None:
                 first = max(chunk.start, len(chunk.seq.prompt_logprobs))
-                last = min(chunk.start + chunk.count, chunk.seq.num_prompt - 1)
+                last = min(chunk.start + chunk.length, chunk.seq.num_prompt - 1)
                 if last > first:
                     batch.target_rows.append((chunk.seq, len(tokens), last - first))
                     at = starts[n + i] + np.arange(first, last) - chunk.start

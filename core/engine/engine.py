@@ -243,7 +243,7 @@ class EngineCore:
             append(EngineOutput(seq.request.request_id, seq.index, [token]))
         self.scheduler.stats.generated_tokens += len(seqs)
         for i in np.flatnonzero(t.adjust[slots]).tolist():
-            seqs[i].adjustments.observe(int(tokens[i]))  # type: ignore[union-attr]
+            seqs[i].adjustments.observe(int(tokens[i]))
         for i in np.flatnonzero(t.logprobs[slots] >= 0).tolist():
             row = i if rows is None else int(rows[i])
             self._outputs[first + i].logprobs = [_logprobs(output, row, int(t.logprobs[slots[i]]))]

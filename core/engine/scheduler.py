@@ -66,6 +66,9 @@ class Scheduler:
         self._dirty = False
         self._prefilling: list[Sequence] = []  # running, prompt not yet computed; sorted
         self._transfers: list[Transfer] = []
+        # Prompts that end in this step. Their followers come in later ones: block copies run before a step, and
+        # would miss what it writes.
+        self._leaders: list[Sequence] = []
         self._turn = 0
         self._prefill_last = False
         prefill, decode = constraints.prefill, constraints.decode
@@ -141,6 +144,9 @@ class Scheduler:
             return None
         if batch is None:
             return None
+        for leader in self._leaders:
+            self._release_followers(leader)
+        self._leaders.clear()
         batch.transfers, self._transfers = self._transfers, []
         self._prefill_last = bool(batch.chunks)
         self.stats.steps += 1
@@ -216,7 +222,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 self._stale -= 1
                 continue
-            if not self._admit(seq, budget):
+            if not self._admit(seq, budget, batch):
                 return
             heapq.heappop(self._waiting)
             count, used = self._add_chunk(batch, seq, budget, rows)
@@ -252,12 +258,14 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------- admission
 
-    def _admit(self, seq: Sequence, budget: int) -> bool:
+    def _admit(self, seq: Sequence, budget: int, batch: Batch) -> bool:
         """Gives a waiting sequence a slot and the blocks that it can share; False when there is no room yet."""
         if not self._chunked and len(seq.tokens) - seq.computed > budget:
             return False
         spare = self.blocks.num_usable // 100 if self._running else 0
         total = -(-(len(seq.tokens) + 1) // self.limits.block_size)
+        if any(chunk.seq is seq.leader for chunk in batch.chunks):
+            seq.leader = None  # it came back from preemption in this very step: nothing to copy from yet
         if seq.host_blocks:
             computed = self._swap_in(seq, total + spare)
         else:
@@ -277,9 +285,8 @@ class Scheduler:
         """Takes the blocks that the sequence can share; returns the tokens computed in them, or -1: no room."""
         size = self.limits.block_size
         known = len(seq.tokens)
-        leader = seq.leader
-        fork = leader is not None and leader.slot >= 0 and self.table.computed[leader.slot] >= seq.num_prompt
-        if fork and leader is not None:
+        leader = seq.leader if seq.leader is not None and self._can_fork(seq.leader) else None
+        if leader is not None:
             shared = leader.blocks[: -(-seq.num_prompt // size)]
             computed = seq.num_prompt - 1
             wanted = blocks_wanted - len(shared) + 1  # one for the copy of the last block
@@ -295,8 +302,8 @@ class Scheduler:
             return -1
         self.blocks.acquire(shared)
         seq.blocks = list(shared)
-        seq.num_published = 0 if fork else len(shared)
-        if fork and leader is not None:
+        seq.num_published = 0 if leader else len(shared)
+        if leader is not None:
             self.table.check_copy[leader.slot] = True
             seq.num_freed = leader.num_freed
         if seq.num_output == 0:
@@ -306,6 +313,12 @@ class Scheduler:
             self.stats.prefix_queries += known
             self.stats.prefix_hits += computed
         return computed
+
+    def _can_fork(self, leader: Sequence) -> bool:
+        """Whether it still holds its prompt's blocks, as far back as the prompt's last token looks."""
+        if leader.slot < 0 or self.table.computed[leader.slot] < leader.num_prompt:
+            return False
+        return leader.num_freed <= self._passed(leader.num_prompt - 1)
 
     def _swap_in(self, seq: Sequence, blocks_wanted: int) -> int:
         kept = [h for h in seq.host_blocks if h >= 0]
@@ -356,15 +369,17 @@ class Scheduler:
 
     def _leave_window(self, seq: Sequence) -> None:
         """Gives back the blocks that the sliding window has left."""
-        if self._window is None:
-            return
-        passed = max(0, int(self.table.computed[seq.slot]) - self._window + 1) // self.limits.block_size
+        passed = self._passed(int(self.table.computed[seq.slot]))
         if passed > seq.num_freed:
             gone = slice(seq.num_freed, passed)
             self.blocks.release(seq.blocks[gone])
             seq.blocks[gone] = [0] * (passed - seq.num_freed)
             self.table.block_table[seq.slot, gone] = 0
             seq.num_freed = passed
+
+    def _passed(self, position: int) -> int:
+        """How many leading blocks the window of a token at this position has left."""
+        return 0 if self._window is None else max(0, position - self._window + 1) // self.limits.block_size
 
     def publish(self, seq: Sequence, computed: int) -> None:
         """Offers the full blocks among the first `computed` tokens, whose values are known, to the prefix cache."""
@@ -417,7 +432,8 @@ class Scheduler:
 
     def _prompt_done(self, seq: Sequence) -> None:
         _remove_sorted(self._prefilling, seq)
-        self._release_followers(seq)
+        if seq.followers:
+            self._leaders.append(seq)
 
     def _release_followers(self, seq: Sequence) -> None:
         for follower in seq.followers:

@@ -153,16 +153,14 @@ def _uniform(file: GGUFFile, key: str, default: Any = None) -> Any:
     return value
 
 
-def _read(file: GGUFFile, name: str, shape: tuple[int, ...], order: np.ndarray | None = None) -> HostTensor:
-    """One tensor, its rows in the given order; float types as stored, others dequantized to float32."""
+def _read(file: GGUFFile, name: str, shape: tuple[int, ...]) -> HostTensor:
+    """One tensor: float types as stored, others dequantized to float32."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise ModelError(f"{file.path}: tensor {name} is missing; the file does not hold a whole model.")
     if tensor.shape != shape:
         raise ModelError(f"{file.path}: tensor {name} has shape {list(tensor.shape)}, but {list(shape)} is needed.")
     rows = file.raw(tensor)
-    if order is not None:
-        rows = rows[order]
     if tensor.type in FLOATS:
         dtype, stored = FLOATS[tensor.type]
         if rows.ctypes.data % np.dtype(stored).itemsize:  # array libraries assume aligned memory
@@ -201,9 +199,12 @@ class GGUFSource:
         Raises:
             ModelError: the file lacks it, has it in another shape, or in a type that cannot be read.
         """
-        return _read(self._file, checkpoint_name(param.path), param.shape, self._row_order(param))
+        host = _read(self._file, checkpoint_name(param.path), param.shape)
+        order = self._row_order(param)
+        return host if order is None else HostTensor(host.data[order], host.dtype)
 
     def _row_order(self, param: ParamSpec) -> np.ndarray | None:
+        """The file's row for each of ours; None where they are the same."""
         name = param.path.rpartition(".")[2].removesuffix("_bias")
         if not self._interleaved or name not in ("q", "k"):
             return None
