@@ -81,7 +81,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source = source
-        self._variables = dict(variables)
+        self._variables: dict[str, Any] = {"tools": None, "documents": None, **variables}
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -141,7 +141,6 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        variables.setdefault("documents", None)
         try:
             text = self._template.render(**variables)
         except jinja2.TemplateError as error:

@@ -88,10 +88,10 @@ def resolve_tokenizer(tokenizer: str, revision: str | None = None, progress: boo
     Raises:
         ModelError: there is no such tokenizer, or it cannot be had from here.
     """
-    path = Path(tokenizer).expanduser()
-    if path.is_dir():
+    path = _path(tokenizer)
+    if path is not None and path.is_dir():
         return path
-    if path.exists() or _looks_like_path(tokenizer) or not HUB_ID.fullmatch(tokenizer):
+    if path is not None or _looks_like_path(tokenizer) or not HUB_ID.fullmatch(tokenizer):
         raise ModelError(f"tokenizer {tokenizer!r} is neither a directory nor a Hugging Face id (owner/name).")
     return _snapshot(tokenizer, revision, ("config.json", *TOKENIZER_FILES), progress)
 
@@ -105,24 +105,29 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~", "\\")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
+def _path(text: str) -> Path | None:
+    """The path, if it exists."""
+    try:
+        path = Path(text).expanduser()
+        return path if text and path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a user that is not there
+        raise ModelError(f"{text[:100]!r} cannot be looked up as a path: {error}.") from error
+
+
 def _local(model: str) -> ModelFiles | None:
     """The model at a local path; None where the text must mean something else."""
-    path = Path(model).expanduser()
-    try:
-        exists = path.exists()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model!r} cannot be looked up: {error}.") from error
+    path = _path(model)
+    if path is None:
+        if ":" not in model and _looks_like_path(model):
+            raise ModelError(f"{model} does not exist. {INSTEAD}.")
+        return None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is a directory without config.json, so it is not a model directory.")
         return ModelFiles(path.resolve().name, "directory", path)
-    if exists:
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{path} is a file but not a .gguf file. Give a model directory or a .gguf file.")
-        return ModelFiles(path.stem, "gguf", path)
-    if ":" not in model and _looks_like_path(model):
-        raise ModelError(f"{model} does not exist. {INSTEAD}.")
-    return None
+    if path.suffix.lower() != ".gguf":
+        raise ModelError(f"{path} is a file but not a .gguf file. Give a model directory or a .gguf file.")
+    return ModelFiles(path.stem, "gguf", path)
 
 
 def _snapshot(repository: str, revision: str | None, patterns: tuple[str, ...], progress: bool) -> Path:

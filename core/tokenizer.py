@@ -182,7 +182,9 @@ class Tokenizer:
         if self._shape.kind == "byte_fallback":
             byte = fallback_byte(token)
             return token.replace("▁", " ").encode() if byte is None else bytes([byte])
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        # Other decoders treat the first token of a text on its own, mostly by dropping a space: a second one tells.
+        first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return (both.removeprefix(first) if both.startswith(first) else first).encode()
 
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
         """A decoder of one growing sequence; its pieces, joined, equal `decode` of all its tokens."""

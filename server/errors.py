@@ -65,7 +65,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
-        return APIError(400, str(error), param=error.param)
+        return APIError(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, UnavailableError):
         return unavailable(str(error))
     if isinstance(error, EngineDeadError):

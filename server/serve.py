@@ -135,8 +135,10 @@ class _Serving:
 
     async def _serve(self) -> int:
         progress = Progress()
-        engine = await AsyncEngine.start(self._config, on_progress=progress, on_log=log.info)
-        progress.close()
+        try:
+            engine = await AsyncEngine.start(self._config, on_progress=progress, on_log=self._on_log)
+        finally:
+            progress.close()
         try:
             app = create_app(engine, self._options.server)
             server = _Server(uvicorn.Config(app, log_config=None, access_log=False))
@@ -186,6 +188,10 @@ class _Serving:
             print(f"octavo: ending {len(context.active)} requests that did not finish.", file=sys.stderr, flush=True)
             await context.abort_all()
             await engine.drain(LAST_WORDS)
+
+    def _on_log(self, line: str) -> None:
+        # What the engine says while it starts is about its choices, and those are announced when it is ready.
+        log.log(logging.INFO if self._ready else logging.DEBUG, line)
 
     def _announce(self, engine: AsyncEngine, context: ServerContext) -> None:
         info = engine.info

@@ -12,9 +12,6 @@ import signal
 import time
 from typing import Any
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
 from octavo.core.config import EngineConfig
 from octavo.core.detokenize import BYTE_OF_CHAR
 from octavo.core.engine.frontend import Frontend
@@ -22,6 +19,8 @@ from octavo.core.engine.types import EngineInfo, EngineOutput, EngineRequest, En
 from octavo.core.errors import ConfigError, RequestError
 from octavo.core.sampling.params import sampling_fields
 from octavo.core.tokenizer import Tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 EOS = 256
 BUILDER = "fake_engine:build"
@@ -36,6 +35,7 @@ class Order:
     CRASH = "raise in step"
     DIE = "kill the process"
     REFUSE = "refuse this"
+    BUG = "raise in add_request"
     FAIL = "fail this"
 
 
@@ -110,6 +110,8 @@ class FakeEngine:
         prompt = bytes(t for t in request.prompt_token_ids if t < 256)
         if prompt == Order.REFUSE.encode():
             raise RequestError("The fake engine refuses this.", "prompt")
+        if prompt == Order.BUG.encode():
+            raise ZeroDivisionError("the fake engine has a bug")
         waiting = self.stats().num_waiting + request.params.n
         self.most_waiting = max(self.most_waiting, waiting)
         if waiting > self.max_waiting:

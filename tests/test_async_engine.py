@@ -10,22 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import fake_engine
 import pytest
 from fake_engine import BUILDER, EOS, Order
-
 from octavo.core.config import EngineConfig
 from octavo.core.engine.async_engine import LONG_TEXT, AsyncEngine
 from octavo.core.engine.output import RequestOutput
 from octavo.core.engine.process import EngineProcess, _socket_directory
 from octavo.core.errors import ConfigError, EngineDeadError, OctavoError, RequestError, UnavailableError
 from octavo.core.sampling.params import SamplingParams
-
-Test = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 
 
 @contextlib.asynccontextmanager
@@ -135,7 +132,7 @@ async def check_many(e: AsyncEngine) -> None:
 
 
 async def check_invalid(e: AsyncEngine) -> None:
-    cases: list[tuple[Any, SamplingParams, str, str]] = [
+    cases: list[tuple[Any, SamplingParams, str | None, str]] = [
         ("", params(), "prompt", "empty"),
         ([], params(), "prompt", "empty"),
         ([1, 257], params(), "prompt", "token 257"),
@@ -147,12 +144,21 @@ async def check_invalid(e: AsyncEngine) -> None:
         ("a", params(min_p=0.1), "min_p", "fake:0"),
         ("a", params(logit_bias={300: 1.0}), "logit_bias", "300"),
         ("a", params(bad_words=[" "]), "bad_words", "words"),
+        ("a", params(ignore_eos="yes"), "ignore_eos", "wrong type.*bool"),
+        ("a", params(bad_token_ids=[["a"]]), "bad_token_ids", "wrong type.*int"),
+        ("a", params(stop_token_ids=[2**70]), None, "wrong type"),
         (Order.REFUSE, params(), "prompt", "fake engine refuses"),  # this one comes from the child
     ]
     for prompt, sampling, param, text in cases:
         with pytest.raises(RequestError, match=text) as caught:
             await collect(e.generate(prompt, sampling, "bad"))
         assert caught.value.param == param
+    for field, value in (("priority", "high"), ("priority", 2**40), ("cache_salt", 5)):
+        with pytest.raises(RequestError, match=field):
+            await collect(e.generate("a", params(), "bad", **{field: value}))
+    with pytest.raises(OctavoError, match="has a bug") as bug:
+        await collect(e.generate(Order.BUG, params(), "bad"))
+    assert type(bug.value) is OctavoError
     assert not e.is_dead
     assert len(await collect(e.generate("a", params(max_tokens=1), "bad"))) == 1
 
@@ -281,8 +287,7 @@ def test_close_fails_what_is_under_way() -> None:
             await anext(stream)
             await e.close()
             with pytest.raises(EngineDeadError, match="closed"):
-                while True:
-                    await anext(stream)
+                await collect(stream)
 
     asyncio.run(body())
 

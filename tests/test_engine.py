@@ -48,6 +48,7 @@ def run(engine, limit=100_000):
         for out in engine.step():
             tokens, _ = results.get((out.request_id, out.index), ([], None))
             results[out.request_id, out.index] = (tokens + out.token_ids, out.finish_reason)
+    assert engine.backend.violation is None
     assert not engine.has_work, "the engine does not come to an end"
     assert engine.scheduler.blocks.num_held == 0
     assert engine.scheduler.num_waiting == engine.scheduler.num_running == 0

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from typing import Any
 
+import octavo
 import pytest
 from fake_engine import EOS, FakeEngine, Order, frontend
-
-import octavo
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError, RequestError
+from octavo.core.interrupt import DeferredInterrupt
 from octavo.core.llm import LLM
 from octavo.core.sampling.params import SamplingParams
 
@@ -134,6 +134,27 @@ def test_ctrl_c_leaves_no_request_inside() -> None:
     assert texts(llm.generate("abc", FOUR, use_tqdm=False)) == ["abca"]
 
 
+def test_a_second_ctrl_c_is_at_once() -> None:
+    reached = []
+
+    def press_twice() -> None:
+        with DeferredInterrupt():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(1)
+            signal.raise_signal(signal.SIGINT)
+            reached.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert reached == [1]
+
+
+def test_an_interrupt_is_not_lost_at_the_end() -> None:
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupt():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_broken_engine_is_closed() -> None:
     llm, engine = make()
     with pytest.raises(ZeroDivisionError):
@@ -160,7 +181,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_modellen; did you mean max_model_len?"):
+    with pytest.raises(ConfigError, match=r"max_modellen; did you mean max_model_len\?"):
         LLM(max_modellen=3)
 
 

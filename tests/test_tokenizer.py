@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - letters that look like others are what a tokenizer must keep apart
 """Tokenizers: compared with algorithms written out here, with Transformers, and with decoding all at once."""
 
 from __future__ import annotations
@@ -5,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,7 @@ class PlainBPE:
             return [self.vocab[word]]
         parts = list(word)
         while True:
-            ranked = [(self.ranks.get(pair, 1 << 60), i) for i, pair in enumerate(zip(parts, parts[1:], strict=False))]
+            ranked = [(self.ranks.get(pair, 1 << 60), i) for i, pair in enumerate(pairwise(parts))]
             if not ranked or min(ranked)[0] == 1 << 60:
                 return [self.vocab[p] for p in parts]
             i = min(ranked)[1]
@@ -212,9 +214,7 @@ def spm_encode(vocab: dict[str, tuple[int, float]], text: str) -> list[int]:
     """SentencePiece BPE by the book: join the neighbours whose token scores best, leftmost first; then bytes."""
     parts = list("▁" + text.replace(" ", "▁")) if text else []
     while True:
-        joined = [
-            (-vocab[a + b][1], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in vocab
-        ]
+        joined = [(-vocab[a + b][1], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
         if not joined:
             break
         i = min(joined)[1]
@@ -321,14 +321,15 @@ def test_token_bytes(spm: Any, bytes_tokenizer: Tokenizer, other_tokenizer: Toke
     assert spm[0].token_bytes(3 + 0xE2) == b"\xe2"
     assert spm[0].token_bytes(spm[0].token_to_id("▁")) == b" "
     assert bytes_tokenizer.token_bytes(bytes_tokenizer.eos_token_ids[0]) == b"<|end|>"
-    assert bytes_tokenizer.token_bytes(bytes_tokenizer.token_to_id("<|ü|>")) == b"<|\xc3\xbc|>" or True
+    odd = bytes_tokenizer.token_to_id("<|ü|>")
+    assert bytes_tokenizer.token_bytes(odd).decode(errors="replace") == bytes_tokenizer.decode([odd])
     assert bytes_tokenizer.token_bytes(10**6) == b""
     assert bytes_tokenizer.token_bytes(-1) == b""
     assert bytes_tokenizer.id_to_token(1 << 40) is None
     text = "Hello, world!"
     for tokenizer in (spm[0], other_tokenizer):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        assert b"".join(tokenizer.token_bytes(i) for i in ids).decode().split() == text.split()
+        assert b"".join(tokenizer.token_bytes(i) for i in ids).decode() == " " + text
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "ok \udc00 no", "\ud83d\ud83d"])
@@ -638,7 +639,7 @@ def test_templates_that_fail_are_request_errors(bytes_tokenizer: Tokenizer, temp
 
 
 def test_template_that_is_no_jinja(bytes_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ModelError, match="not valid Jinja2 .line 1"):
+    with pytest.raises(ModelError, match=r"not valid Jinja2 \(line 1"):
         bytes_tokenizer.with_chat_template("{% if %}")
     assert bytes_tokenizer.with_chat_template("ok").apply_chat_template(CHATS[0]) == "ok"
 

@@ -106,7 +106,7 @@ class AsyncEngine:
         process = EngineProcess(config, builder)
         engine = cls(config, frontend, process, on_progress, on_log)
         try:
-            await asyncio.to_thread(process.start)
+            process.start()
             engine._watch_process()
             engine._reader = asyncio.create_task(engine._read(), name="octavo-engine-reader")
             await engine._ready
@@ -150,6 +150,7 @@ class AsyncEngine:
         Raises:
             RequestError: the request is invalid; from the first step on.
             UnavailableError: the engine takes no new requests.
+            OctavoError: none of these, for this request alone: a bug of the engine.
             EngineDeadError: the engine has broken, before or during the request.
         """
         self._check_open()
@@ -286,7 +287,7 @@ class AsyncEngine:
             self._outputs.discard(engine_id)
             stream = self._streams.get(engine_id)
             if stream is not None:
-                stream.fail(failure.exception(RequestError))
+                stream.fail(failure.exception(OctavoError))
         deltas, aborts = self._outputs.process(event.outputs)
         for engine_id, delta in deltas.items():
             self._streams[engine_id].put(delta)

@@ -165,16 +165,10 @@ class EngineCore:
             try:
                 self._in_flight.append((batch, self._submit(batch)))
             except Exception as error:
+                self._collect_all()
                 self._fail(batch, error)
         if self._in_flight:
-            batch, handle = self._in_flight.popleft()
-            try:
-                output = self.backend.collect(handle)
-            except Exception as error:
-                self._fail(batch, error)
-            else:
-                self._failures = 0
-                self._take(batch, output)
+            self._collect()
         elif self.scheduler.has_work and not self._outputs:
             raise RuntimeError("the scheduler has sequences but found nothing to run")
         outputs, self._outputs = self._outputs, []
@@ -190,6 +184,20 @@ class EngineCore:
         self._requests.clear()
         self.backend.close()
 
+    def _collect(self) -> None:
+        batch, handle = self._in_flight.popleft()
+        try:
+            output = self.backend.collect(handle)
+        except Exception as error:
+            self._fail(batch, error)
+        else:
+            self._failures = 0
+            self._take(batch, output)
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect()
+
     def _submit(self, batch: Batch) -> Any:
         for kind, source, target in batch.transfers:
             move = {"copy": self.backend.copy_blocks, "out": self.backend.swap_out, "in": self.backend.swap_in}[kind]
@@ -197,16 +205,18 @@ class EngineCore:
         return self.backend.submit(self._builder.build(batch))
 
     def _fail(self, batch: Batch, error: Exception) -> None:
-        """Ends the requests of a failed step. The cached prefixes are dropped: some may never have been written."""
+        """Ends the requests of a failed step; all others are computed again, as nobody knows what the cache holds."""
         self._failures += 1
         if self._failures >= _MAX_FAILURES:
             raise error
-        self.scheduler.blocks.forget_all()
         text = f"The step failed on the device: {type(error).__name__}: {error}"
-        for request_id in {seq.request.request_id for seq in batch.sequences}:
+        lost = [batch, *(later for later, _ in self._in_flight)]
+        self._in_flight.clear()
+        for request_id in {seq.request.request_id for one in lost for seq in one.sequences}:
             for seq in self._requests.pop(request_id, ()):
                 if seq.status is not Status.FINISHED:
                     self._finish(seq, "error", text)
+        self.scheduler.recompute_all()
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
         self.scheduler.finish(seq)

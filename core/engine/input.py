@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Sized
 from dataclasses import fields
 from operator import index
+
+import msgspec
 
 from ..errors import RequestError
 from ..sampling.params import SamplingParams
@@ -66,7 +69,12 @@ class InputProcessor:
                 honoured.
         """
         tokens = self._checked_prompt(prompt)
+        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise RequestError(f"priority must be a whole number of 32 bits, not {priority!r}.", "priority")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, not {cache_salt!r}.", "cache_salt")
         params = self._with_bad_words(params)
+        _check_types(params)
         params.check_vocabulary(self._info.vocab_size)
         if params.detokenize and self._tokenizer is None:
             raise RequestError("The model has no tokenizer; ask with detokenize=False for token ids.", "detokenize")
@@ -112,3 +120,13 @@ class InputProcessor:
                 if ids and ids not in banned:
                     banned.append(ids)
         return params.replaced(bad_words=None, bad_token_ids=banned)
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Decodes them as the engine's process would: there, a wrong type would be an error of the engine, not theirs."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+        where = re.search(r"`\$\.(\w+)", str(error))
+        name = where[1] if where else None
+        raise RequestError(f"{name or 'A sampling field'} has the wrong type: {error}.", name) from None

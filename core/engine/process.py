@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from ..config import EngineConfig
-from ..errors import OctavoError
 from .messages import Command, Event, Failure, Fatal, Log, Outputs, Progress, Ready, Shutdown, Work
 
 BUILDER = f"{__package__}.build:build_engine"  # under whatever name this package was imported
@@ -141,8 +140,8 @@ class EngineLoop:
         for request in work.add:
             try:
                 self._engine.add_request(request)
-            except OctavoError as error:
-                self._refused.append((request.request_id, Failure.of(error, "")))
+            except Exception as error:  # a bug that one request meets must not end the others
+                self._refused.append((request.request_id, Failure.of(error, traceback.format_exc())))
         for request_id in work.abort:
             self._engine.abort(request_id)
             self._aborted = True

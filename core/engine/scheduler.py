@@ -108,10 +108,7 @@ class Scheduler:
             self._stop_running(seq)
         elif seq.status is Status.WAITING:
             self._stale += 1
-            if seq.host_blocks:
-                self._host_free += [h for h in seq.host_blocks if h >= 0]
-                seq.host_blocks = []
-                self.stats.num_swapped -= 1
+            self._drop_host_blocks(seq)
         elif seq.status is Status.HELD_BACK:
             self._held_back -= 1
         else:
@@ -401,11 +398,11 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------- preemption
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         """Takes a running sequence off the device; it waits in its old place in the queue."""
         held = [b for b in seq.blocks if b]
         computed = int(self.table.computed[seq.slot])
-        swap = computed > 0 and 0 < len(held) <= len(self._host_free)
+        swap = may_swap and computed > 0 and 0 < len(held) <= len(self._host_free)
         if swap:
             kept = [self._host_free.pop() for _ in held]
             fresh = iter(kept)
@@ -420,6 +417,22 @@ class Scheduler:
         heapq.heappush(self._waiting, seq)
         self._release_followers(seq)
         self.stats.preemptions += 1
+
+    def recompute_all(self) -> None:
+        """Takes every sequence off the device and the host; their KV is computed again. No step may be in flight."""
+        self.blocks.forget_all()
+        self._transfers.clear()
+        for seq in [s for s in self._waiting if s.status is Status.WAITING and s.host_blocks]:
+            self._drop_host_blocks(seq)
+            seq.computed = seq.num_freed = 0
+        while self._running:
+            self._preempt(self._running[-1], may_swap=False)
+
+    def _drop_host_blocks(self, seq: Sequence) -> None:
+        if seq.host_blocks:
+            self._host_free += [h for h in seq.host_blocks if h >= 0]
+            seq.host_blocks = []
+            self.stats.num_swapped -= 1
 
     def _stop_running(self, seq: Sequence) -> None:
         self.blocks.release(seq.blocks)

@@ -21,6 +21,7 @@ class StopMatcher:
         self._include = include
         self._held = ""
         self._longest = max(map(len, stops))
+        self._last = {stop[-1] for stop in stops}
         self._by_first: dict[str, list[str]] = {}
         for stop in stops:
             self._by_first.setdefault(stop[0], []).append(stop)
@@ -35,7 +36,7 @@ class StopMatcher:
         if not piece:
             return "", None
         text = self._held + piece
-        if armed:
+        if armed and not self._last.isdisjoint(piece):
             found = self._first_match(text, len(self._held))
             if found:
                 begin, stop = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -43,7 +44,7 @@ async def _run(config: EngineConfig, input_len: int, output_len: int, repeats: i
                 runs.append(stamps)
     finally:
         await engine.close()
-    gaps = [after - before for stamps in runs for before, after in zip(stamps[1:], stamps[2:], strict=False)]
+    gaps = [after - before for stamps in runs for before, after in itertools.pairwise(stamps[1:])]
     return {
         "model": engine.info.model,
         "device": engine.info.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -138,7 +139,7 @@ def _results(load: Load, rows: list[Row], start: float, seen: list[_Seen]) -> di
         "output_tok_s": output / wall,
         "total_tok_s": (prompt + output) / wall,
         "ttft_s": spread([s.stamps[0] - s.due for _, s in good]),
-        "itl_s": spread([b - a for _, s in good for a, b in zip(s.stamps, s.stamps[1:], strict=False)]),
+        "itl_s": spread([b - a for _, s in good for a, b in itertools.pairwise(s.stamps)]),
         "tpot_s": spread([(s.stamps[-1] - s.stamps[0]) / (s.tokens - 1) for s in several]),
         "e2e_s": spread([s.stamps[-1] - s.due for _, s in good]),
     }

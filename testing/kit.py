@@ -1,0 +1,136 @@
+"""A device under test: makes backends for it and moves arrays to and from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..core import plugins
+from ..core.backend import Backend, BackendConfig, StepLimits
+from ..core.models.spec import ModelSpec, ParamSpec
+from ..core.models.weights import HostTensor
+from ..core.ops import StepContext
+from ..core.step import Step, map_arrays
+from .models import RandomWeights
+from .numbers import rounded
+
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """One device in one dtype, written "cpu/bfloat16" or "reference/float32/static=1".
+
+    Attributes:
+        device: what `--device` takes.
+        dtype: for weights, activations and cache.
+        options: for the backend.
+    """
+
+    device: str
+    dtype: str = "float32"
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceCase:
+        """From the text of `--octavo-device`."""
+        device, *rest = text.split("/")
+        dtype = next((part for part in rest if "=" not in part), "float32")
+        return cls(device, dtype, dict(part.split("=", 1) for part in rest if "=" in part))
+
+    def __str__(self) -> str:
+        return "/".join([self.device, self.dtype, *(f"{k}={v}" for k, v in self.options.items())])
+
+
+class Kit:
+    """Makes backends for a device case."""
+
+    def __init__(self, case: DeviceCase) -> None:
+        self.case = case
+        self.dtype = case.dtype
+        self.factory, self.info = plugins.select(case.device)
+
+    def create(self, **changes: Any) -> Backend:
+        """A backend without a model; `changes` to its BackendConfig."""
+        config: dict[str, Any] = {"device": self.info.id, "dtype": self.dtype, "options": self.case.options}
+        return plugins.create(self.factory, BackendConfig(**(config | changes)))
+
+    def load(
+        self,
+        model: ModelSpec,
+        limits: StepLimits,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        warm: bool = False,
+        **changes: Any,
+    ) -> Loaded:
+        """A backend with a model of random weights and a cache; with its programs, if `warm`."""
+        backend = self.create(**changes)
+        constraints = backend.constraints(model, limits)
+        backend.load(model, RandomWeights(dtype="float64" if self.dtype == "float64" else "float32"))
+        backend.init_cache(limits, num_blocks, num_host_blocks)
+        if warm:
+            backend.warmup(constraints.shapes())
+        return Loaded(backend, model, limits, self.dtype, num_blocks)
+
+
+@dataclass
+class Loaded:
+    """A backend with a model, and shorthands for tests of single ops."""
+
+    backend: Backend
+    model: ModelSpec
+    limits: StepLimits
+    dtype: str
+    num_blocks: int
+
+    @property
+    def ops(self) -> Any:
+        return self.backend.ops
+
+    @property
+    def wide(self) -> str:
+        """The name of the dtype of norms and logits."""
+        return "float64" if self.ops.wide == self.backend.xp.float64 else "float32"
+
+    def array(self, x: np.ndarray, dtype: str | None = None) -> Any:
+        """Floating-point numbers on the device, in the dtype under test unless another is given."""
+        dtype = dtype or self.dtype
+        host = x.astype(np.float64 if dtype == "float64" else np.float32)
+        return self.backend.xp.astype(self.backend.from_host(host), getattr(self.backend.xp, dtype))
+
+    def weight(self, x: np.ndarray, kind: str = "linear") -> Any:
+        """A parameter on the device, as `load` would place it."""
+        host = HostTensor(x, "float64") if self.dtype == "float64" else HostTensor(x.astype(np.float32), "float32")
+        return self.backend.place(ParamSpec("tested", x.shape, kind), host)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """float64 on the host."""
+        return self.backend.to_host(array).astype(np.float64)
+
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        """What the device has of x, in float64."""
+        return rounded(x, self.dtype)
+
+    def parameter(self, path: str) -> np.ndarray:
+        """A parameter of the random model as the device has it, in float64."""
+        from ..core.models.spec import model_params
+
+        spec = next(p for p in model_params(self.model) if p.path == path)
+        source = RandomWeights(dtype="float64" if self.dtype == "float64" else "float32")
+        return self.rounded(source.read(spec).data)
+
+    def context(self, step: Step) -> StepContext:
+        """What the ops of a step are given."""
+        inputs = map_arrays(self.backend.from_host, step.inputs)
+        inv_freq = self.backend.from_host(np.asarray(self.model.rope.inv_freq, np.float32))
+        cos, sin = self.ops.rotary_table(inv_freq, inputs.positions, self.model.rope.attention_factor)
+        return StepContext(self.model, step.shape, inputs, self.ops.plan(inputs, step.shape), cos, sin)
+
+    def write(self, step: Step, k: np.ndarray, v: np.ndarray, layer: int = 0) -> None:
+        """Writes keys and values [T, K, D] into a layer's cache."""
+        cache = self.backend.cache
+        layers = list(cache.layers)
+        layers[layer] = self.ops.write_cache(layers[layer], self.array(k), self.array(v), self.context(step))
+        self.backend.cache = cache._replace(layers=layers)
