@@ -185,6 +185,11 @@ async def check_long_text(e: AsyncEngine) -> None:
         await asyncio.sleep(0)
         task.cancel()
         await task
+    early = asyncio.create_task(collect(e.generate(text, params(max_tokens=None), "early")))
+    await asyncio.sleep(0)
+    assert len(e._outputs) == 0
+    await e.abort("early")
+    assert whole(await early).outputs[0].finish_reason == "abort"
     assert e._engine_ids == {}
 
 
@@ -336,7 +341,7 @@ def start_parent(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
-    parent, child, _ = start_parent(tmp_path, "busy")
+    parent, child, directory = start_parent(tmp_path, "busy")
     # The child does not take part in a signal to the group: its parent is to decide.
     os.kill(child, signal.SIGINT)
     os.kill(child, signal.SIGTERM)
@@ -345,6 +350,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     asyncio.run(until(lambda: not is_alive(child)))
+    assert not os.path.exists(directory)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -224,6 +224,15 @@ def test_an_error_ends_all_completions() -> None:
     assert aborts == ["r"]
 
 
+def test_an_error_of_a_completion_that_stopped_here_ends_the_others() -> None:
+    processor = OutputProcessor(TOKENIZER)
+    processor.add("r", None, [1], SamplingParams(n=2, stop="."))
+    processor.process([EngineOutput("r", 0, [46]), EngineOutput("r", 1, [97])])
+    outputs, _ = processor.process([EngineOutput("r", 0, [], "error", error="gone")])
+    assert [(o.index, o.finish_reason) for o in outputs["r"].outputs] == [(1, "error")]
+    assert (outputs["r"].finished, outputs["r"].error) == (True, "gone")
+
+
 def test_several_outputs_of_a_completion_in_one_batch_make_one_delta() -> None:
     processor = OutputProcessor(TOKENIZER)
     processor.add("id#1", "p", [1, 2], SamplingParams(prompt_logprobs=0), request_id="id")

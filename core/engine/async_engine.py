@@ -159,12 +159,13 @@ class AsyncEngine:
         # The engine may still speak of an aborted request when its id comes again, so there each gets its own.
         engine_id = f"{request_id}#{next(self._numbers)}"
         self._engine_ids[request_id] = engine_id
+        stream = self._streams[engine_id] = _Stream()
         self._idle.clear()
         try:
             text = prompt if isinstance(prompt, str) else None
             tokens = await self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
             request = self._inputs.build(engine_id, tokens, params, priority, cache_salt)
-            stream = self._submit(request, text, request_id)
+            self._submit(request, text, request_id)
             while True:
                 output = await stream.get()
                 yield output
@@ -176,8 +177,12 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """Ends a request; its generator yields what there is, with finish_reason "abort". Unknown ids are ignored."""
         engine_id = self._engine_ids.get(request_id)
-        if engine_id in self._streams:
+        if engine_id is None:
+            return
+        if engine_id in self._outputs:
             self._send_abort(engine_id)
+        else:
+            self._streams[engine_id].aborted = True  # before it was submitted
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuses new requests from now on and waits for those under way, at most `timeout` seconds.
@@ -216,20 +221,20 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._inputs.encode, text, add_special_tokens)
 
-    def _submit(self, request: EngineRequest, text: str | None, request_id: str) -> _Stream:
+    def _submit(self, request: EngineRequest, text: str | None, request_id: str) -> None:
         if self._cause is not None or self._closed:  # while the prompt was tokenized; a drain waits for it
             raise EngineDeadError(self._cause or "The engine was closed.")
         self._outputs.add(request.request_id, text, request.prompt_token_ids, request.params, request_id)
-        stream = self._streams[request.request_id] = _Stream()
         self._schedule_send()
         self._outbox.add.append(request)
-        return stream
+        if self._streams[request.request_id].aborted:
+            self._send_abort(request.request_id)
 
     def _leave(self, engine_id: str, request_id: str) -> None:
         """Cleans up after a generator, however it ended."""
         if self._outputs.discard(engine_id) and not self._closed and not self.is_dead:
             self._send_abort(engine_id)
-        self._streams.pop(engine_id, None)
+        del self._streams[engine_id]
         del self._engine_ids[request_id]
         if not self._engine_ids:
             self._idle.set()
@@ -334,9 +339,14 @@ class AsyncEngine:
 
 
 class _Stream:
-    """Deltas on their way to one generator. What is not fetched in time is merged, so at most one waits."""
+    """Deltas on their way to one generator. What is not fetched in time is merged, so at most one waits.
+
+    Attributes:
+        aborted: whether it is to be aborted as soon as the engine has it.
+    """
 
     def __init__(self) -> None:
+        self.aborted = False
         self._delta: RequestOutput | None = None
         self._error: OctavoError | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -153,7 +153,7 @@ class OutputProcessor:
             completion = state.advance(output)
             delta = deltas.get(output.request_id)
             if delta is None:
-                if completion is None and output.prompt_logprobs is None:
+                if completion is None and output.prompt_logprobs is None and output.finish_reason != "error":
                     continue
                 delta = deltas[output.request_id] = state.delta()
             if output.prompt_logprobs is not None:

@@ -41,7 +41,7 @@ def run_engine(builder: str, config: EngineConfig, directory: str) -> None:
     # end this process, by message or by SIGKILL.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    _end_with_parent(directory)
     with zmq.Context() as context:
         commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         commands.set_hwm(0)
@@ -49,13 +49,15 @@ def run_engine(builder: str, config: EngineConfig, directory: str) -> None:
         events.set_hwm(0)
         events.linger = LINGER
         events.connect(f"ipc://{directory}/events")
-        _serve(_load(builder), config, commands, events)
-        commands.close()
-        events.close()
+        try:
+            _serve(_load(builder), config, commands, events)
+        finally:
+            commands.close()
+            events.close()
 
 
-def _end_with_parent() -> None:
-    """Ends this process when its parent is gone, even while it loads or a step hangs."""
+def _end_with_parent(directory: str) -> None:
+    """Ends this process when its parent is gone, even while it loads or a step hangs; removes the directory."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -63,6 +65,7 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         wait([sentinel])
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="octavo-parent-watch", daemon=True).start()
