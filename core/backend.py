@@ -485,7 +485,8 @@ class Backend(ABC):
         """
         for done, shape in enumerate(shapes, 1):
             self._programs[shape] = self.compile(shape)
-            self.collect(self.submit(dummy_step(shape, self.limits.max_num_seqs, self.limits.block_size)))
+            longest = min(self.limits.max_model_len, shape.blocks * self.limits.block_size)
+            self.collect(self.submit(dummy_step(shape, self.limits.max_num_seqs, longest)))
             if progress:
                 progress(done, len(shapes))
         self._bucketed = bool(shapes)

@@ -157,14 +157,24 @@ class Ops(ABC):
         return xp.astype(xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
 
     def activation(self, x: Any, kind: str) -> Any:
-        """ "silu" or "gelu_tanh", both written with tanh, which cannot overflow."""
+        """ "silu", "gelu" or "gelu_tanh"; written with tanh, which cannot overflow, and for "gelu" with erf."""
         xp = self.xp
         if kind == "silu":
             return x * (0.5 + 0.5 * xp.tanh(0.5 * x))
         if kind == "gelu_tanh":
             inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
             return x * (0.5 + 0.5 * xp.tanh(inner))
+        if kind == "gelu":
+            wide = xp.astype(x, self.wide)
+            return xp.astype(wide * (0.5 + 0.5 * self.erf(wide * math.sqrt(0.5))), x.dtype)
         raise ValueError(f"unknown activation {kind!r}")
+
+    def erf(self, x: Any) -> Any:
+        """The error function, which the array API lacks. Default: Abramowitz and Stegun 7.1.26, exact to 1.5e-7."""
+        xp = self.xp
+        t = 1.0 / (1.0 + 0.3275911 * xp.abs(x))
+        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+        return xp.sign(x) * (1.0 - tail * xp.exp(-x * x))
 
     def logits(self, x: Any, weight: Any) -> Any:
         """[R, E] times the transposed [V, E] → [R, V] in `wide`."""

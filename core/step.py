@@ -181,13 +181,19 @@ def map_arrays(function: Any, value: Any) -> Any:
     return function(value)
 
 
-def dummy_step(shape: StepShape, max_num_seqs: int, block_size: int) -> Step:
-    """A step of the given shape that touches only the null block: for warm-up and profiling."""
+def dummy_step(shape: StepShape, max_num_seqs: int, longest: int) -> Step:
+    """A step of the given shape that touches only the null block: for warm-up and profiling.
+
+    Args:
+        shape: its shape.
+        max_num_seqs: the engine's.
+        longest: tokens that a sequence may have, by the context length and by the shape's block tables.
+    """
     T, S, B, R, A = shape.tokens, shape.sequences, shape.blocks, shape.rows, shape.sampler.adjust
     ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     floats = lambda fill, *dims: np.full(dims, fill, np.float32)  # noqa: E731
-    # Tokens are spread over the sequences as far as the block tables reach; the rest are padding.
-    lens = np.asarray([min(B * block_size, T // S + (s < T % S)) for s in range(S)], np.int32)
+    # Tokens are spread over the sequences as far as those may grow; the rest are padding.
+    lens = np.asarray([min(longest, T // S + (s < T % S)) for s in range(S)], np.int32)
     positions = np.zeros(T, np.int32)
     positions[: lens.sum()] = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
     sampling = SamplingInput(

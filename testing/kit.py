@@ -10,10 +10,10 @@ import numpy as np
 
 from ..core import plugins
 from ..core.backend import Backend, BackendConfig, StepLimits
-from ..core.models.spec import ModelSpec, ParamSpec
+from ..core.models.spec import ModelSpec, ParamSpec, model_params
 from ..core.models.weights import HostTensor
 from ..core.ops import StepContext
-from ..core.step import Step, map_arrays
+from ..core.step import Step, StepShape, dummy_step, map_arrays
 from .models import RandomWeights
 from .numbers import rounded
 
@@ -115,8 +115,6 @@ class Loaded:
 
     def parameter(self, path: str) -> np.ndarray:
         """A parameter of the random model as the device has it, in float64."""
-        from ..core.models.spec import model_params
-
         spec = next(p for p in model_params(self.model) if p.path == path)
         source = RandomWeights(dtype="float64" if self.dtype == "float64" else "float32")
         return self.rounded(source.read(spec).data)
@@ -128,9 +126,17 @@ class Loaded:
         cos, sin = self.ops.rotary_table(inv_freq, inputs.positions, self.model.rope.attention_factor)
         return StepContext(self.model, step.shape, inputs, self.ops.plan(inputs, step.shape), cos, sin)
 
-    def write(self, step: Step, k: np.ndarray, v: np.ndarray, layer: int = 0) -> None:
-        """Writes keys and values [T, K, D] into a layer's cache."""
+    def write(self, slots: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int = 0) -> None:
+        """Writes keys and values [T, K, D] into slots [T] of a layer's cache, through the backend's op."""
+        tokens, size = len(slots), self.limits.block_size
+        shape = StepShape(tokens, 1, -(-tokens // size), 1, False)
+        step = dummy_step(shape, self.limits.max_num_seqs, size)
+        context = self.context(Step(shape, step.inputs._replace(slot_mapping=slots.astype(np.int32))))
         cache = self.backend.cache
         layers = list(cache.layers)
-        layers[layer] = self.ops.write_cache(layers[layer], self.array(k), self.array(v), self.context(step))
+        layers[layer] = self.ops.write_cache(layers[layer], self.array(k), self.array(v), context)
         self.backend.cache = cache._replace(layers=layers)
+
+    def reset_cache(self) -> None:
+        """A cache of zeros."""
+        self.backend.init_cache(self.limits, self.num_blocks)

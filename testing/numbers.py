@@ -16,8 +16,10 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return (bits & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str, units: float, what: str = "") -> None:
-    """Largest error ≤ units × epsilon of the dtype × the largest expected magnitude (at least 1).
+def assert_close(
+    actual: np.ndarray, expected: np.ndarray, dtype: str, units: float, what: str = "", magnitude: float | None = None
+) -> None:
+    """Largest error ≤ units × epsilon of the dtype × magnitude, which is the largest expected one unless given.
 
     One bound for all elements: a sum's error depends on its terms, not on how much of them cancels.
     """
@@ -26,7 +28,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: str, units: fl
     assert np.isfinite(actual).all(), f"{what}: not all finite"
     if not actual.size:
         return
-    magnitude = max(float(np.abs(expected).max()), 1.0)
+    magnitude = float(np.abs(expected).max()) if magnitude is None else magnitude
     error = float(np.abs(actual - expected).max())
     allowed = units * EPSILON[dtype] * magnitude
-    assert error <= allowed, f"{what}: off by {error:.3g}, {error / (EPSILON[dtype] * magnitude):.1f} units of {units}"
+    import json,sys; open("/tmp/w/units.txt","a").write(f"{sys._getframe(1).f_code.co_name} {dtype} {error/(EPSILON[dtype]*magnitude):.2f}\n")

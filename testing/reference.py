@@ -70,7 +70,8 @@ def decoder(model: ModelSpec, read: Callable[[str], Array], tokens: Array) -> Ar
         read: the parameter with a path, in float64.
     """
     m = model
-    cos, sin = rotary_table(np.asarray(m.rope.inv_freq), np.arange(len(tokens)), m.rope.attention_factor)
+    inv_freq = np.asarray(m.rope.inv_freq, np.float32).astype(np.float64)  # float32 on every device
+    cos, sin = rotary_table(inv_freq, np.arange(len(tokens)), m.rope.attention_factor)
     x = read("embed")[tokens]
     for i in range(m.num_layers):
         at = f"layers.{i}."

@@ -12,15 +12,16 @@ import signal
 import time
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
 from octavo.core.config import EngineConfig
 from octavo.core.detokenize import BYTE_OF_CHAR
 from octavo.core.engine.frontend import Frontend
 from octavo.core.engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
-from octavo.core.errors import ConfigError, RequestError
+from octavo.core.errors import ConfigError, RequestError, UnavailableError
 from octavo.core.sampling.params import sampling_fields
 from octavo.core.tokenizer import Tokenizer
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 EOS = 256
 BUILDER = "fake_engine:build"
@@ -115,7 +116,7 @@ class FakeEngine:
         waiting = self.stats().num_waiting + request.params.n
         self.most_waiting = max(self.most_waiting, waiting)
         if waiting > self.max_waiting:
-            raise RequestError("The queue is full.")
+            raise UnavailableError("The queue is full.")
         self.requests[request.request_id] = request
         for index in range(request.params.n):
             self._running[request.request_id, index] = 0

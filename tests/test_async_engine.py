@@ -17,6 +17,7 @@ from typing import Any
 import fake_engine
 import pytest
 from fake_engine import BUILDER, EOS, Order
+
 from octavo.core.config import EngineConfig
 from octavo.core.engine.async_engine import LONG_TEXT, AsyncEngine
 from octavo.core.engine.output import RequestOutput
@@ -367,9 +368,13 @@ def test_an_idle_child_uses_no_time() -> None:
         async with engine() as e:
             await collect(e.generate("abc", params(), "r"))
             stat = Path(f"/proc/{e._process.pid}/stat")
-            before = stat.read_text().split()[13:15]
+
+            def ticks() -> int:
+                return sum(map(int, stat.read_text().split()[13:15]))
+
+            before = ticks()
             await asyncio.sleep(0.5)
-            assert stat.read_text().split()[13:15] == before
+            assert ticks() - before <= 5  # of the 50 that a busy wait takes
 
     asyncio.run(body())
 

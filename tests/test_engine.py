@@ -9,7 +9,7 @@ from hash_backend import VOCAB, HashBackend, expected_tokens, tiny_spec
 from octavo.core.backend import Buckets, StepConstraints, StepLimits
 from octavo.core.engine.engine import EngineCore
 from octavo.core.engine.types import EngineInfo, EngineRequest
-from octavo.core.errors import RequestError
+from octavo.core.errors import RequestError, UnavailableError
 from octavo.core.sampling.params import SamplingParams
 from octavo.core.step import SamplerShape
 
@@ -264,6 +264,6 @@ def test_a_full_queue_and_a_used_id_are_refused():
     with pytest.raises(RequestError, match="under way"):
         engine.add_request(EngineRequest("a", [1], greedy(1)))
     engine.add_request(EngineRequest("b", [1], greedy(1)))
-    with pytest.raises(RequestError, match="queue is full"):
+    with pytest.raises(UnavailableError, match="queue is full"):
         engine.add_request(EngineRequest("c", [1], greedy(1)))
     assert len(run(engine)) == 2

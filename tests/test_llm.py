@@ -7,9 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
-import octavo
 import pytest
 from fake_engine import EOS, FakeEngine, Order, frontend
+
+import octavo
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError, RequestError
 from octavo.core.interrupt import DeferredInterrupt
@@ -112,6 +113,7 @@ def test_chat() -> None:
     assert one.prompt == "user: hello\n> "
     two = llm.chat([hello, [*hello, *hello]], FOUR, use_tqdm=False, add_generation_prompt=False)
     assert [o.prompt for o in two] == ["user: hello\n", "user: hello\nuser: hello\n"]
+    assert llm.chat([], FOUR, use_tqdm=False) == []
 
 
 def test_ctrl_c_leaves_no_request_inside() -> None:

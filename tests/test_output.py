@@ -8,6 +8,7 @@ import pytest
 from fake_engine import EOS, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from octavo.core.engine.output import CompletionOutput, OutputProcessor, RequestOutput
 from octavo.core.engine.stop import StopMatcher
 from octavo.core.engine.types import EngineOutput, TokenLogprobs

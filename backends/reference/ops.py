@@ -5,12 +5,15 @@ One layer's cache is `LayerCache(keys, values)`, each [blocks, block size, K, D]
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import array_api_compat.numpy as xp
 import numpy as np
 
 from ...core.ops import Ops, StepContext
+
+_ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
 class LayerCache(NamedTuple):
@@ -82,6 +85,9 @@ class ReferenceOps(Ops):
         # NumPy multiplies float16 matrices element by element, slowly and with float16 sums.
         out = np.matmul(x.astype(self.wide), weight.T.astype(self.wide))
         return (out if bias is None else out + bias).astype(np.float16)
+
+    def erf(self, x: Any) -> Any:
+        return _ERF(x).astype(x.dtype)
 
     def scatter(self, x: Any, ids: Any, values: Any) -> Any:
         row, entry = np.nonzero(ids >= 0)

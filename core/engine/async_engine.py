@@ -21,6 +21,7 @@ from .input import InputProcessor
 from .messages import Command, Event, Log, Outputs, Progress, Ready, Shutdown, Work
 from .output import OutputProcessor, RequestOutput
 from .process import BUILDER, EngineProcess
+from .stream import DeltaStream
 from .types import EngineInfo, EngineRequest, EngineStats
 
 LONG_TEXT = 2000  # characters; tokenizing more than this takes longer than the way to a thread and back
@@ -69,7 +70,7 @@ class AsyncEngine:
         self._outputs = OutputProcessor(frontend.tokenizer)
         self._threads = ThreadPoolExecutor(2, "octavo-tokenize")
         self._numbers = itertools.count()
-        self._streams: dict[str, _Stream] = {}  # by the id in the engine
+        self._streams: dict[str, DeltaStream] = {}  # by the id in the engine
         self._engine_ids: dict[str, str] = {}  # request_id -> the id in the engine
         self._outbox = Work([], [])
         self._idle = asyncio.Event()  # no generator is under way
@@ -159,7 +160,7 @@ class AsyncEngine:
         # The engine may still speak of an aborted request when its id comes again, so there each gets its own.
         engine_id = f"{request_id}#{next(self._numbers)}"
         self._engine_ids[request_id] = engine_id
-        stream = self._streams[engine_id] = _Stream()
+        stream = self._streams[engine_id] = DeltaStream()
         self._idle.clear()
         try:
             text = prompt if isinstance(prompt, str) else None
@@ -336,44 +337,3 @@ class AsyncEngine:
         self._events.close()
         self._context.term()
         self._threads.shutdown(wait=False)
-
-
-class _Stream:
-    """Deltas on their way to one generator. What is not fetched in time is merged, so at most one waits.
-
-    Attributes:
-        aborted: whether it is to be aborted as soon as the engine has it.
-    """
-
-    def __init__(self) -> None:
-        self.aborted = False
-        self._delta: RequestOutput | None = None
-        self._error: OctavoError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: RequestOutput) -> None:
-        """Hands over a delta."""
-        if self._delta is None:
-            self._delta = delta
-        else:
-            self._delta.merge(delta)
-        self._wake()
-
-    def fail(self, error: OctavoError) -> None:
-        """Makes `get` raise, after what was handed over before."""
-        self._error = error
-        self._wake()
-
-    async def get(self) -> RequestOutput:
-        """Everything that is new; waits for it."""
-        while self._delta is None:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        delta, self._delta = self._delta, None
-        return delta
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

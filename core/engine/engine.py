@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..backend import Backend, StepConstraints, StepLimits
-from ..errors import RequestError
+from ..errors import RequestError, UnavailableError
 from ..sampling.adjust import Adjustments
 from ..sampling.params import SamplingParams
 from ..sampling.rng import child_seed
@@ -84,7 +84,8 @@ class EngineCore:
         """Queues a request.
 
         Raises:
-            RequestError: it is invalid, too long, asks for what the device cannot do, or the queue is full.
+            RequestError: it is invalid, too long, or asks for what the device cannot do.
+            UnavailableError: the queue is full.
         """
         params = request.params
         self._check(request)
@@ -124,7 +125,7 @@ class EngineCore:
         params.check_vocabulary(self.info.vocab_size)
         self._check_sampler(request)
         if self.scheduler.num_waiting + params.n > self._max_waiting:
-            raise RequestError(f"The queue is full ({self._max_waiting} requests wait). Try again later.")
+            raise UnavailableError(f"The queue is full ({self._max_waiting} requests wait). Try again later.")
 
     def _check_sampler(self, request: EngineRequest) -> None:
         """Refuses what no compiled sampler of the device covers, rather than leave it out."""
