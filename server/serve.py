@@ -31,6 +31,8 @@ from .version import version
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SIGNAL = 0.5
+"""Seconds in which signals count as one: `timeout` and other wrappers send one to the process and one to its group."""
 LAST_WORDS = 2.0
 """Seconds for clients to read the error that ended their requests."""
 
@@ -106,6 +108,7 @@ class _Serving:
     def __init__(self, config: EngineConfig, options: ServeOptions, sock: socket.socket) -> None:
         self._config, self._options, self._socket = config, options, sock
         self._signals: list[int] = []
+        self._signalled = 0.0
         self._stop = asyncio.Event()
         self._ready = False
         self._task: asyncio.Task[int] | None = None
@@ -126,7 +129,11 @@ class _Serving:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if self._signals and now - self._signalled < SAME_SIGNAL:
+            return
         self._signals.append(number)
+        self._signalled = now
         assert self._task is not None
         if self._ready and len(self._signals) == 1:
             self._stop.set()
@@ -141,7 +148,7 @@ class _Serving:
             progress.close()
         try:
             app = create_app(engine, self._options.server)
-            server = _Server(uvicorn.Config(app, log_config=None, access_log=False))
+            server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
             serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
             try:
                 return await self._until_stopped(engine, app.state.context, server, serving)

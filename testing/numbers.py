@@ -30,5 +30,5 @@ def assert_close(
         return
     magnitude = float(np.abs(expected).max()) if magnitude is None else magnitude
     error = float(np.abs(actual - expected).max())
-    allowed = units * EPSILON[dtype] * magnitude
-    import json,sys; open("/tmp/w/units.txt","a").write(f"{sys._getframe(1).f_code.co_name} {dtype} {error/(EPSILON[dtype]*magnitude):.2f}\n")
+    unit = EPSILON[dtype] * magnitude
+    assert error <= units * unit, f"{what}: off by {error:.3g}, which is {error / unit:.1f} units; {units} are allowed"

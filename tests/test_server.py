@@ -191,6 +191,7 @@ def test_chat_goes_to_the_end_of_the_context(client: openai.OpenAI) -> None:
 def test_async_client(server: LiveServer) -> None:
     async def run() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
             async def one(i: int) -> str:
                 stream = await client.chat.completions.create(
                     model="fake", messages=[{"role": "user", "content": f"{i:03d}"}], max_tokens=9, stream=True
@@ -435,9 +436,11 @@ def test_large_body_of_a_client_that_waits(guarded: LiveServer) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(slow: LiveServer, path: str, stream: bool) -> None:
-    body = {**LONG, "stream": stream, "n": 2, "prompt": ["abcd", "x"]} if path == "/v1/completions" else {
-        "messages": MESSAGES, "max_tokens": 3000, "stream": stream
-    }
+    body = (
+        {**LONG, "stream": stream, "n": 2, "prompt": ["abcd", "x"]}
+        if path == "/v1/completions"
+        else {"messages": MESSAGES, "max_tokens": 3000, "stream": stream}
+    )
     before = slow.http.get("/metrics").text
     with httpx.Client(base_url=slow.url, timeout=10 if stream else 0.3) as http:
         if stream:
@@ -458,6 +461,7 @@ def test_many_streams_at_once(server: LiveServer) -> None:
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as http:
+
             async def one(i: int) -> str:
                 body = {"prompt": f"{i:04d}", "max_tokens": 12, "stream": True}
                 found = events((await http.post("/v1/completions", json=body)).text)
@@ -472,19 +476,19 @@ def test_many_streams_at_once(server: LiveServer) -> None:
 
 
 def test_draining() -> None:
-    with LiveServer(delay=0.002) as live:
-        with live.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 200, "stream": True}) as running:
-            lines = running.iter_lines()
-            next(lines)
-            live.context.draining = True
-            for path in ("/v1/completions", "/v1/chat/completions"):
-                refused = httpx.post(live.url + path, json={"prompt": "a"})
-                assert refused.status_code == 503
-                assert error_of(refused)["code"] == "draining"
-                assert int(refused.headers["retry-after"]) > 0
-            health = httpx.get(live.url + "/health")
-            assert (health.status_code, error_of(health)["code"]) == (503, "draining")
-            assert list(lines)[-2] == "data: [DONE]"
+    body = {**LONG, "max_tokens": 200, "stream": True}
+    with LiveServer(delay=0.002) as live, live.http.stream("POST", "/v1/completions", json=body) as running:
+        lines = running.iter_lines()
+        next(lines)
+        live.context.draining = True
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            refused = httpx.post(live.url + path, json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert error_of(refused)["code"] == "draining"
+            assert int(refused.headers["retry-after"]) > 0
+        health = httpx.get(live.url + "/health")
+        assert (health.status_code, error_of(health)["code"]) == (503, "draining")
+        assert list(lines)[-2] == "data: [DONE]"
 
 
 def test_requests_that_are_cut_are_told() -> None:
@@ -499,6 +503,7 @@ def test_requests_that_are_cut_are_told() -> None:
 
 def test_full_queue_is_503() -> None:
     with LiveServer(delay=0.01, max_waiting=1, max_num_seqs=1) as live:
+
         async def run() -> list[int]:
             async with httpx.AsyncClient(base_url=live.url, timeout=20) as http:
                 body = {"prompt": "a", "max_tokens": 20}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
-from ...core.backend import BackendConfig, Capabilities
-from ...core.models.spec import ModelSpec
+from ...core.backend import BackendConfig, Capabilities, MemoryPlan, StepLimits
+from ...core.models.spec import DTYPE_BYTES, ModelSpec
+from ...core.models.weights import WeightSource
 from ..host import host_memory
 from ..torch.backend import TorchBackend
+from ..torch.dtypes import DTYPES as TORCH_DTYPES
 from .cpuinfo import cpu_info
+from .onednn import can_pack, pack_params
+from .ops import CpuOps
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -19,7 +26,8 @@ class CpuBackend(TorchBackend):
     default_utilization = 0.4  # the host's memory is not ours alone
 
     def __init__(self, config: BackendConfig, threads: int | None = None) -> None:
-        super().__init__(config, torch.device("cpu"))
+        device = torch.device("cpu")
+        super().__init__(config, device, CpuOps(device))
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -28,6 +36,18 @@ class CpuBackend(TorchBackend):
 
     def device_memory(self) -> tuple[int, int]:
         return host_memory()
+
+    def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
+        plan = super().memory(model, limits)
+        dtype = self.dtype(model)
+        if not (model.tie_embeddings and can_pack(TORCH_DTYPES[dtype])):
+            return plan
+        return replace(plan, weights=plan.weights + model.vocab_size * model.hidden_size * DTYPE_BYTES[dtype])
+
+    def load(self, model: ModelSpec, weights: WeightSource, progress: Callable[[int, int], None] | None = None) -> None:
+        super().load(model, weights, progress)
+        if can_pack(self._dtype):
+            pack_params(self.params, model)
 
     def pick_dtype(self, model: ModelSpec) -> str:
         """float32, except for bfloat16 checkpoints on processors that multiply bfloat16.

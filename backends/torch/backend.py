@@ -28,11 +28,11 @@ class TorchBackend(Backend):
 
     ops: TorchOps
 
-    def __init__(self, config: BackendConfig, device: torch.device) -> None:
+    def __init__(self, config: BackendConfig, device: torch.device, ops: TorchOps | None = None) -> None:
         super().__init__(config)
         self.device = device
         self.xp = xp
-        self.ops = TorchOps(device)
+        self.ops = ops or TorchOps(device)
 
     def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints:
         return StepConstraints()

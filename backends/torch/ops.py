@@ -109,18 +109,18 @@ class TorchOps(Ops):
     def attention_block(self, x: Any, layer: Any, cache: Any, ctx: StepContext, window: int | None) -> tuple[Any, Any]:
         m = ctx.model
         h = self.rms_norm(x, layer["attn_norm"], m.norm_eps)
-        qkv = F.linear(h, layer["qkv"], layer.get("qkv_bias")).view(-1, m.num_heads + 2 * m.num_kv_heads, m.head_dim)
+        qkv = self.linear(h, layer["qkv"], layer.get("qkv_bias")).view(-1, m.num_heads + 2 * m.num_kv_heads, m.head_dim)
         q, k = self.rotary(qkv[:, : -m.num_kv_heads], ctx.cos, ctx.sin).split((m.num_heads, m.num_kv_heads), dim=1)
         v = qkv[:, -m.num_kv_heads :]
         cache = self.write_cache(cache, k, v, ctx)
         out = self.attention(q, k, v, cache, ctx, window).flatten(1)
-        return x + F.linear(out, layer["o"], layer.get("o_bias")), cache
+        return x + self.linear(out, layer["o"], layer.get("o_bias")), cache
 
     def mlp_block(self, x: Any, layer: Any, ctx: StepContext) -> Any:
         h = self.rms_norm(x, layer["mlp_norm"], ctx.model.norm_eps)
-        gate, up = F.linear(h, layer["gate_up"], layer.get("gate_up_bias")).chunk(2, dim=-1)
+        gate, up = self.linear(h, layer["gate_up"], layer.get("gate_up_bias")).chunk(2, dim=-1)
         h = self.activation(gate, ctx.model.activation).mul_(up)
-        return x + F.linear(h, layer["down"], layer.get("down_bias"))
+        return x + self.linear(h, layer["down"], layer.get("down_bias"))
 
     # ------------------------------------------------------------------ pieces
 

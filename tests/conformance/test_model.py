@@ -12,8 +12,8 @@ from octavo.testing.simulator import Simulator
 
 LIMITS = StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, block_size=16)
 NUM_BLOCKS = 64
-# In units of epsilon at the largest logit: two layers of rounding each intermediate, measured and doubled.
-UNITS = {"float64": 64, "float32": 64, "float16": 16, "bfloat16": 16}
+# In units of epsilon at the largest logit: two layers of rounding each intermediate, at least twice what was measured.
+UNITS = {"float64": 32, "float32": 16, "float16": 4, "bfloat16": 4}
 
 MODELS = {
     "llama": tiny_spec(),
