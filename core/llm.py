@@ -16,7 +16,7 @@ from .config import EngineConfig
 from .engine.frontend import Frontend, open_frontend
 from .engine.input import InputProcessor
 from .engine.output import OutputProcessor, RequestOutput
-from .engine.types import EngineInfo
+from .engine.types import EngineInfo, EngineStats
 from .errors import ConfigError, EngineDeadError, RequestError
 from .sampling.params import SamplingParams
 from .tokenizer import Tokenizer

@@ -47,13 +47,11 @@ def next_token(context: list[int], window: int | None = None) -> int:
     return (value ^ len(context)) % VOCAB
 
 
-def expected_tokens(prompt: list[int], count: int, window: int | None = None, stops: set[int] = frozenset()) -> list[int]:
+def expected_tokens(prompt: list[int], count: int, window: int | None = None) -> list[int]:
     context, out = list(prompt), []
     while len(out) < count:
         out.append(next_token(context, window))
         context.append(out[-1])
-        if out[-1] in stops:
-            break
     return out
 
 
@@ -63,12 +61,11 @@ class HashBackend(Backend):
     The engine takes what a check raises for a device's fault, so the first is kept in `violation` for the test.
     """
 
-    def __init__(self, spec: ModelSpec, constraints: StepConstraints, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, constraints: StepConstraints) -> None:
         super().__init__(BackendConfig("hash"))
         self.xp, self.ops, self.model = xp, Ops, spec
         self.given, self.window = constraints, spec.sliding_window[0]
         self.slots: np.ndarray | None = None
-        self.num_blocks, self.num_host = num_blocks, num_host_blocks
         self.steps, self.fail_at, self.shapes = 0, set(), []
         self.outstanding = 0
         self.violation: AssertionError | None = None

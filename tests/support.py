@@ -9,6 +9,7 @@ from typing import Any
 import array_api_compat.numpy
 import numpy as np
 import pytest
+
 from octavo.core.ops import Ops
 from octavo.core.step import SamplingInput
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from octavo.core.errors import RequestError
 from octavo.core.sampling.adjust import Adjustments
 from octavo.core.sampling.params import SamplingParams

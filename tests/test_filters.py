@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.core.sampling import filters
 from support import LIBRARIES, library
+
+from octavo.core.sampling import filters
 
 EPS = 1e-5
 

@@ -7,8 +7,9 @@ import warnings
 
 import numpy as np
 import pytest
-from octavo.core.sampling import rng
 from support import LIBRARIES, check_frequencies, library
+
+from octavo.core.sampling import rng
 
 MASK = 0xFFFFFFFF
 

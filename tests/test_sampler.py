@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import LIBRARIES, PlainOps, check_frequencies, library, sampling_input
+
 from octavo.core.sampling.adjust import Adjustments
 from octavo.core.sampling.params import SamplingParams
 from octavo.core.sampling.sampler import sample
 from octavo.core.step import SamplerShape, SamplingInput, StepOutput
-from support import LIBRARIES, PlainOps, check_frequencies, library, sampling_input
 
 DRAW = SamplerShape(greedy=False)
 FILTER = SamplerShape(greedy=False, filters=True)

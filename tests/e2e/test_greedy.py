@@ -100,7 +100,7 @@ def test_a_seeded_request_does_not_depend_on_company(llm: LLM, reference: Refere
     seeded = SamplingParams(temperature=0.9, top_p=0.9, seed=1234, max_tokens=24, ignore_eos=True)
     prompt = reference.prompts[7]
     alone = tokens_of(llm, [prompt], seeded)[0]
-    outputs = llm.generate(reference.prompts[:9] + [prompt], [GREEDY] * 9 + [seeded], use_tqdm=False)
+    outputs = llm.generate([*reference.prompts[:9], prompt], [GREEDY] * 9 + [seeded], use_tqdm=False)
     assert list(outputs[-1].outputs[0].token_ids) == alone
 
 
@@ -109,8 +109,10 @@ def test_logprobs_agree_with_transformers(llm: LLM, reference: Reference) -> Non
     params = GREEDY.replaced(max_tokens=5, logprobs=4, prompt_logprobs=2)
     out = llm.generate([prompt], params, use_tqdm=False)[0]
     logits = reference.logits(prompt + list(out.outputs[0].token_ids)).astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
-        -1, keepdims=True
+    logprobs = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
     )
     for i, entry in enumerate(out.outputs[0].logprobs):
         row = logprobs[len(prompt) - 1 + i]
