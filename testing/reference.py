@@ -146,9 +146,9 @@ def adjusted(logits: Array, row: Mapping[str, Array]) -> Array:
     ):
         if token < 0:
             continue
-        value = float(logits[token]) + float(bias)
+        value = np.float64(logits[token]) + np.float64(bias)
         if seen:
-            value = value / row["repetition"] if value > 0 else value * row["repetition"]
+            value = np.float64(value / row["repetition"] if value > 0 else value * row["repetition"])
         out[token] = value - row["frequency"] * count - (row["presence"] if count > 0 else 0.0)
     return out
 

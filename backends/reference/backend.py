@@ -54,7 +54,7 @@ class ReferenceBackend(Backend):
 
     def load(self, model: ModelSpec, weights: WeightSource, progress: Callable[[int, int], None] | None = None) -> None:
         self._dtype = self.dtype(model)
-        self.ops.wide = xp.float64 if self._dtype == "float64" else xp.float32
+        self.ops.wide = np.float64 if self._dtype == "float64" else np.float32
         super().load(model, weights, progress)
 
     def new_layers(self, spec: CacheSpec, num_blocks: int) -> list[LayerCache]:

@@ -12,7 +12,7 @@ from ...core.ops import Ops, StepContext
 from ...core.step import StepInput, StepShape
 from . import sampling
 from .attend import composed, flash, has_flash, merge
-from .plan import Chunk, Group, Plan
+from .plan import Chunk, Group, Plan, Tile
 
 Tensor = torch.Tensor
 
@@ -49,6 +49,7 @@ class TorchOps(Ops):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         out[plan.tokens :] = 0
         for group in groups:
+            assert group.rows is not None  # only where there is but one group
             out.index_copy_(0, group.rows, self._decode(q.index_select(0, group.rows), cache, group, scale))
         for chunk in plan.chunks:
             part = slice(chunk.start, chunk.stop)
@@ -65,18 +66,17 @@ class TorchOps(Ops):
         kv_heads = cache.shape[0] // 2
         queries = q.view(n, kv_heads, heads // kv_heads, width).transpose(0, 1)  # [K, n, G, D]
         several = len(group.tiles) > 1
-        out = lse = None
-        for tile in group.tiles:
+
+        def attend(tile: Tile) -> tuple[Tensor, Tensor]:
             kv = _gather(cache, tile.index, q.dtype).view(2 * kv_heads, n, tile.length, width)
             # In 16 bits the fused kernel is slower here, but it keeps the scores in float32.
             if self.use_flash and q.dtype in (torch.float16, torch.bfloat16):
-                part, part_lse = flash(queries, kv[:kv_heads], kv[kv_heads:], scale, tile.mask)
-            else:
-                part, part_lse = composed(queries, kv[:kv_heads], kv[kv_heads:], scale, tile.mask, need_lse=several)
-            if out is None:
-                out, lse = part, part_lse
-            else:
-                out, lse = merge(out, lse, part, part_lse)
+                return flash(queries, kv[:kv_heads], kv[kv_heads:], scale, tile.mask)
+            return composed(queries, kv[:kv_heads], kv[kv_heads:], scale, tile.mask, need_lse=several)
+
+        out, lse = attend(group.tiles[0])
+        for tile in group.tiles[1:]:
+            out, lse = merge(out, lse, *attend(tile))
         return out.transpose(0, 1).reshape(n, heads, width).to(q.dtype)
 
     def _prefill(
