@@ -33,7 +33,7 @@ from .errors import ConfigError, OctavoError
 from .models.decoder import step as decoder_step
 from .models.spec import DTYPE_BYTES, ModelSpec, ParamSpec, weight_bytes
 from .models.weights import HostTensor, WeightSource, build_params
-from .ops import Ops
+from .ops import Ops, StepContext
 from .sampling.params import sampling_fields
 from .step import Cache, SamplerShape, Step, StepInput, StepOutput, StepShape, dummy_step, map_arrays
 
@@ -50,16 +50,21 @@ __all__ = [
     "Capabilities",
     "CompileAfterReadyError",
     "DeviceInfo",
+    "HostTensor",
     "MemoryPlan",
+    "ModelSpec",
     "Ops",
+    "ParamSpec",
     "Probe",
     "SamplerShape",
     "Step",
     "StepConstraints",
+    "StepContext",
     "StepInput",
     "StepLimits",
     "StepOutput",
     "StepShape",
+    "WeightSource",
 ]
 
 API_VERSION = 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .arrays import device_of
 from .models.spec import ModelSpec
 from .sampling import filters, rng
-from .step import StepInput, StepShape
+from .step import Cache, StepInput, StepShape
 
 Body = Callable[[Any, Any, Any, int], tuple[Any, Any]]
 
@@ -86,7 +86,7 @@ class Ops(ABC):
 
     # ------------------------------------------------------------------ per step
 
-    def plan(self, inputs: StepInput, shape: StepShape) -> Any:
+    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Any:
         """What attention and cache writes can share between the layers of a step. Default: nothing."""
         return None
 
@@ -183,7 +183,10 @@ class Ops(ABC):
     # ------------------------------------------------------------------ sampling
 
     def top_k(self, x: Any, k: int) -> tuple[Any, Any]:
-        """The k largest of each row, largest first: [R, V] → [R, k], int32 [R, k]. Default: by sorting."""
+        """The k largest of each row, largest first, ties in any order: [R, V] → [R, k], int32 [R, k].
+
+        Default: by sorting.
+        """
         xp = self.xp
         order = xp.argsort(x, axis=-1, descending=True, stable=True)[:, :k]
         return xp.take_along_axis(x, order, axis=-1), xp.astype(order, xp.int32)

@@ -124,13 +124,15 @@ class Loaded:
         inputs = map_arrays(self.backend.from_host, step.inputs)
         inv_freq = self.backend.from_host(np.asarray(self.model.rope.inv_freq, np.float32))
         cos, sin = self.ops.rotary_table(inv_freq, inputs.positions, self.model.rope.attention_factor)
-        return StepContext(self.model, step.shape, inputs, self.ops.plan(inputs, step.shape), cos, sin)
+        return StepContext(
+            self.model, step.shape, inputs, self.ops.plan(self.model, step.shape, inputs, self.backend.cache), cos, sin
+        )
 
     def write(self, slots: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int = 0) -> None:
         """Writes keys and values [T, K, D] into slots [T] of a layer's cache, through the backend's op."""
         tokens, size = len(slots), self.limits.block_size
         shape = StepShape(tokens, 1, -(-tokens // size), 1, False)
-        step = dummy_step(shape, self.limits.max_num_seqs, size)
+        step = dummy_step(shape, self.limits.max_num_seqs, tokens)
         context = self.context(Step(shape, step.inputs._replace(slot_mapping=slots.astype(np.int32))))
         cache = self.backend.cache
         layers = list(cache.layers)

@@ -159,7 +159,7 @@ def test_nothing_leaves_the_device(dtype, window, monkeypatch):
     inputs = map_arrays(lambda a: torch.tensor(a, device=meta), host.inputs)
 
     class MetaOps(TorchOps):
-        def plan(self, given, shape):
+        def plan(self, model, shape, given, cache):
             # Metadata is read on the host, once per step; on meta tensors there is nothing to read.
             made = planning.Plan(map_arrays(torch.tensor, host.inputs))
             made.slots, made._device = given.slot_mapping.long(), meta

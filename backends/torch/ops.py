@@ -8,8 +8,9 @@ import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ...core.models.spec import ModelSpec
 from ...core.ops import Ops, StepContext
-from ...core.step import StepInput, StepShape
+from ...core.step import Cache, StepInput, StepShape
 from . import sampling
 from .attend import composed, flash, has_flash, merge
 from .plan import Chunk, Group, Plan, Tile
@@ -30,7 +31,7 @@ class TorchOps(Ops):
 
     # ------------------------------------------------------------------ the paged cache
 
-    def plan(self, inputs: StepInput, shape: StepShape) -> Plan:
+    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Plan:
         return Plan(inputs)
 
     def write_cache(self, cache: Tensor, k: Tensor, v: Tensor, ctx: StepContext) -> Tensor:

@@ -19,7 +19,7 @@ def forward(
     ids = inputs.token_ids
     ids = xp.where(ids < 0, xp.take(cache.sampled, xp.clip(-1 - ids, min=0), axis=0), ids)
     cos, sin = ops.rotary_table(params["rope_inv_freq"], inputs.positions, model.rope.attention_factor)
-    ctx = StepContext(model, shape, inputs, ops.plan(inputs, shape), cos, sin)
+    ctx = StepContext(model, shape, inputs, ops.plan(model, shape, inputs, cache), cos, sin)
 
     def body(x: Any, layer: Any, layer_cache: Any, index: int) -> tuple[Any, Any]:
         x, layer_cache = ops.attention_block(x, layer, layer_cache, ctx, model.sliding_window[index])

@@ -71,7 +71,8 @@ def test_every_declared_shape_runs(loaded):
     constraints = loaded.backend.constraints(MODEL, LIMITS)
     shapes = constraints.shapes()
     for shape in shapes:
-        step = dummy_step(shape, LIMITS.max_num_seqs, LIMITS.block_size)
+        longest = min(LIMITS.max_model_len, shape.blocks * LIMITS.block_size)
+        step = dummy_step(shape, LIMITS.max_num_seqs, longest)
         output = loaded.backend.collect(loaded.backend.submit(step))
         assert output.tokens.shape == (shape.rows,)
         assert output.top_ids.shape == (
