@@ -317,7 +317,9 @@ class MemoryPlan:
         weights: parameters.
         activations: the most that a step needs besides.
         block_bytes: one KV block over all layers, as the backend lays it out.
-        default_utilization: the share of `total` to use when `--memory-utilization` is not given.
+        default_utilization: the share of `total` to use when neither `--memory-utilization` nor
+            `--kv-cache-memory` is given.
+        default_cache_share: the most of `total` that the KV cache takes then, unless one sequence needs more.
     """
 
     total: int
@@ -326,6 +328,7 @@ class MemoryPlan:
     activations: int
     block_bytes: int
     default_utilization: float = 0.9
+    default_cache_share: float = 1.0
 
 
 # ------------------------------------------------------------------------------------------------ backend
@@ -387,6 +390,7 @@ class Backend(ABC):
         return CacheSpec(model.num_layers, model.num_kv_heads, model.head_dim, limits.block_size, self.kv_dtype(model))
 
     default_utilization: float = 0.9
+    default_cache_share: float = 1.0
 
     def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
         """What the model takes, computed without loading it.
@@ -405,6 +409,7 @@ class Backend(ABC):
             activations=limits.max_num_batched_tokens * per_token + logits,
             block_bytes=self.cache_spec(model, limits).block_bytes,
             default_utilization=self.default_utilization,
+            default_cache_share=self.default_cache_share,
         )
 
     # Arrays

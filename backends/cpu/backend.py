@@ -23,7 +23,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class CpuBackend(TorchBackend):
     """Eager torch on the host's processors."""
 
-    default_utilization = 0.4  # the host's memory is not ours alone
+    # The host's memory is not ours alone.
+    default_utilization = 0.8
+    default_cache_share = 0.2
 
     def __init__(self, config: BackendConfig, threads: int | None = None) -> None:
         device = torch.device("cpu")

@@ -14,6 +14,7 @@ class MpsBackend(TorchBackend):
     """Eager torch on Metal. Memory is shared with the host."""
 
     default_utilization = 0.6
+    default_cache_share = 0.3
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config, torch.device("mps"))

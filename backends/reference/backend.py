@@ -21,7 +21,9 @@ DTYPES = ("float32", "float64", "float16")
 class ReferenceBackend(Backend):
     """Runs any step at once, in NumPy. With dtype float64 everything but the sampler's noise is in float64."""
 
-    default_utilization = 0.4  # the host's memory is not ours alone
+    # The host's memory is not ours alone.
+    default_utilization = 0.8
+    default_cache_share = 0.2
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)

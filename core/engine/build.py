@@ -71,7 +71,10 @@ def _build(
             f"({limits.max_model_len}), as a prompt runs in one step; it is {limits.max_num_batched_tokens}."
         )
     if config.kv_cache_memory is None and config.memory_utilization is None:
-        choices.add(f"--memory-utilization is {plan.default_utilization}, this device's default.")
+        choices.add(
+            f"--memory-utilization is {plan.default_utilization}, and the KV cache takes at most "
+            f"{plan.default_cache_share:.0%} of memory: this device's defaults."
+        )
     constraints = backend.constraints(spec, limits)
     _check_constraints(constraints, limits)
     host_blocks = config.swap_space // plan.block_bytes

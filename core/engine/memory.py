@@ -40,6 +40,9 @@ def count_blocks(plan: MemoryPlan, limits: StepLimits, config: EngineConfig) -> 
     else:
         share = plan.default_utilization if config.memory_utilization is None else config.memory_utilization
         room = int(min(plan.total * share, plan.available)) - fixed
+        if config.memory_utilization is None:
+            one_sequence = (limits.max_blocks + 1) * plan.block_bytes
+            room = min(room, max(int(plan.total * plan.default_cache_share), one_sequence))
         if room < 2 * plan.block_bytes:
             raise OutOfMemoryError(
                 f"No room for a KV cache: {share:.0%} of {size_text(plan.total)} is to be used, weights and "
