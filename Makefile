@@ -25,9 +25,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Core overhead and the kernels' share; see benchmarks/.
+# What the core itself costs a step, without a model; see benchmarks/.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/core_overhead.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-import core
+import core_overhead
 import numpy as np
 
 from octavo.core.engine.types import EngineRequest
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--workload")
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
-    core.BLOCK_SIZE = args.block_size
-    engine = core.build(256)
+    core_overhead.BLOCK_SIZE = args.block_size
+    engine = core_overhead.build(256)
     for i, (prompt, output) in enumerate(lengths(args.workload)):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         engine.add_request(EngineRequest(f"r{i}", [(i * 7919 + j) % 49152 for j in range(prompt)], params))

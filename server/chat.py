@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..core.engine.output import CompletionOutput, RequestOutput
-from .context import ServerContext, new_id, read
-from .disconnect import until_disconnect
+from .answer import respond
+from .context import ServerContext, new_id
 from .errors import APIError
 from .generation import Job, encode_messages, make_job, run
 from .logprobs import chat_logprobs, prompt_logprobs
 from .openapi import json_body
 from .protocol import ChatRequest
-from .sse import DONE, EventStream, event
+from .sse import DONE, event
 
 router = APIRouter()
 encode = msgspec.json.encode
@@ -27,16 +27,7 @@ encode = msgspec.json.encode
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
-    context = ServerContext.of(request)
-    context.check_open()
-    body = await read(request, ChatRequest)
-    context.check_model(body.model)
-    body.check()
-    answer = await prepare(context, body)
-    if body.stream:
-        return EventStream(answer.stream())
-    content = await until_disconnect(request.receive, answer.whole())
-    return Response(content, media_type="application/json")
+    return await respond(request, ChatRequest, prepare)
 
 
 async def prepare(context: ServerContext, body: ChatRequest) -> ChatAnswer:

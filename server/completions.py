@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from ..core.engine.output import CompletionOutput, RequestOutput
 from ..core.engine.types import TokenLogprobs
-from .context import ServerContext, new_id, read
-from .disconnect import until_disconnect
+from .answer import respond
+from .context import ServerContext, new_id
 from .errors import APIError
 from .generation import Job, encode_prompt, make_job, run
 from .logprobs import CompletionLogprobs, join, prompt_logprobs
 from .openapi import json_body
 from .protocol import CompletionRequest
-from .sse import DONE, EventStream, event
+from .sse import DONE, event
 
 router = APIRouter()
 encode = msgspec.json.encode
@@ -29,16 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Completes one or several prompts."""
-    context = ServerContext.of(request)
-    context.check_open()
-    body = await read(request, CompletionRequest)
-    context.check_model(body.model)
-    body.check()
-    answer = await prepare(context, body)
-    if body.stream:
-        return EventStream(answer.stream())
-    content = await until_disconnect(request.receive, answer.whole())
-    return Response(content, media_type="application/json")
+    return await respond(request, CompletionRequest, prepare)
 
 
 async def prepare(context: ServerContext, body: CompletionRequest) -> CompletionAnswer:

@@ -1,6 +1,6 @@
 """The cost of the core itself: time per step and per token on the null backend, at several queue lengths.
 
-    python benchmarks/core.py [--running 256] [--waiting 0 1000 10000] [--steps 400]
+    python benchmarks/core_overhead.py [--running 256] [--waiting 0 1000 10000] [--steps 400]
 
 The null backend returns tokens at once, so what is measured is scheduling, block management, batch building, stop
 checks and the making of outputs. Every sequence decodes; block boundaries and finished sequences come as they do
