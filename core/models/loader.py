@@ -82,7 +82,9 @@ def _open_gguf(files: ModelFiles) -> LoadedModel:
     def open_tokenizer() -> Tokenizer | None:
         return Tokenizer.from_gguf(file) if "tokenizer.ggml.model" in file.metadata else None
 
-    return LoadedModel(files.name, spec, {}, lambda: GGUFSource(file, spec), open_tokenizer)
+    return LoadedModel(
+        files.name, spec, dict(files.generation_defaults), lambda: GGUFSource(file, spec), open_tokenizer
+    )
 
 
 def _open_directory(files: ModelFiles) -> LoadedModel:
