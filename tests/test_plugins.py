@@ -12,7 +12,6 @@ from octavo.core import plugins
 from octavo.core.backend import API_VERSION, BackendConfig, BackendFactory, DeviceInfo, Probe
 from octavo.core.errors import ConfigError, DeviceError
 
-
 MISSING = object()
 
 
