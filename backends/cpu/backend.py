@@ -25,7 +25,7 @@ class CpuBackend(TorchBackend):
 
     # The host's memory is not ours alone.
     default_utilization = 0.8
-    default_cache_share = 0.2
+    default_cache_share = 0.1
 
     def __init__(self, config: BackendConfig, threads: int | None = None) -> None:
         device = torch.device("cpu")

@@ -23,7 +23,7 @@ class ReferenceBackend(Backend):
 
     # The host's memory is not ours alone.
     default_utilization = 0.8
-    default_cache_share = 0.2
+    default_cache_share = 0.1
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
