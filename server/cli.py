@@ -106,6 +106,15 @@ def complete(
 
 
 @app.command()
+@with_engine_options
+def plan(config: EngineConfig, as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+    """Tell whether a model fits a device, with how many blocks and sequences, without loading it."""
+    from .plan import show
+
+    raise typer.Exit(show(config, as_json))
+
+
+@app.command()
 def devices(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
     """List the plugins and the devices they found; where there are none, why."""
     from .devices import show
