@@ -18,6 +18,7 @@ from .engine.input import InputProcessor
 from .engine.output import OutputProcessor, RequestOutput
 from .engine.types import EngineInfo, EngineStats
 from .errors import ConfigError, EngineDeadError, RequestError
+from .progress import StartProgress
 from .sampling.params import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -58,7 +59,9 @@ class LLM:
 
         config = _config(model, options)
         frontend = open_frontend(config)
-        self._set_up(build_engine(config, log=logger.info), frontend, config.max_waiting)
+        with StartProgress() as progress:
+            engine = build_engine(config, progress=progress, log=logger.info)
+        self._set_up(engine, frontend, config.max_waiting)
 
     @classmethod
     def from_engine(cls, engine: EngineCore, frontend: Frontend, max_waiting: int = EngineConfig.max_waiting) -> LLM:

@@ -24,9 +24,9 @@ import uvicorn
 from ..core.config import EngineConfig
 from ..core.engine.async_engine import AsyncEngine
 from ..core.errors import ConfigError
+from ..core.progress import StartProgress
 from .app import create_app
 from .context import ServerContext, ServerOptions
-from .progress import Progress
 from .version import version
 
 log = logging.getLogger(__name__)
@@ -141,11 +141,8 @@ class _Serving:
             self._task.cancel()
 
     async def _serve(self) -> int:
-        progress = Progress()
-        try:
+        with StartProgress() as progress:
             engine = await AsyncEngine.start(self._config, on_progress=progress, on_log=self._on_log)
-        finally:
-            progress.close()
         try:
             app = create_app(engine, self._options.server)
             server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))

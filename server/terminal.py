@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from ..core.config import EngineConfig
 from ..core.engine.async_engine import AsyncEngine
 from ..core.errors import ConfigError, OctavoError, RequestError
+from ..core.progress import StartProgress
 from ..core.sampling.params import SamplingParams
-from .progress import Progress
 
 Messages = list[dict[str, str]]
 
@@ -136,11 +136,8 @@ def _error_text(status: int, body: bytes) -> str:
 
 
 async def _start(config: EngineConfig) -> AsyncEngine:
-    progress = Progress()
-    try:
+    with StartProgress() as progress:
         return await AsyncEngine.start(config, on_progress=progress)
-    finally:
-        progress.close()
 
 
 async def _say(pieces: AsyncGenerator[str, None]) -> tuple[str, bool]:
