@@ -32,7 +32,7 @@ def build_engine(
         OctavoError: whatever stands in the way, with what to change.
     """
     model = open_model(hub.resolve(config.model, config.revision), config.tokenizer)
-    factory, device = plugins.select(config.device)
+    factory, device = plugins.select(config.device, config.backend_option)
     backend = plugins.create(
         factory, BackendConfig(device.id, config.dtype, config.kv_cache_dtype, config.backend_option)
     )

@@ -88,8 +88,8 @@ def check(loaded, batch, window, seed=0, padding=0):
         v[start[s] : start[s + 1]] = histories[s][1][part.sequence.length :]
     context = loaded.context(step)
     q_d, k_d, v_d = (loaded.array(x) for x in (q, k, v))
-    cache = loaded.ops.write_cache(loaded.backend.cache.layers[0], k_d, v_d, context)
-    loaded.backend.cache = loaded.backend.cache._replace(layers=[cache])
+    cache = loaded.ops.write_cache(loaded.layer_cache(0), k_d, v_d, context)
+    loaded.keep_layer_cache(0, cache)
     out = loaded.numpy(loaded.ops.attention(q_d, k_d, v_d, cache, context, window))
     assert np.isfinite(out).all()
     for s, (keys, values) in enumerate(histories):
