@@ -49,10 +49,9 @@ def load_params(
 
     def place(param: ParamSpec, value: HostTensor) -> Any:
         array = put(host_array(param, value, dtype), mesh.param(model, param))
-        head, _, rest = param.path.partition(".")
-        if not (stacks and rest):
+        if not (stacks and param.path.startswith("layers.")):
             return array
-        layer, name = rest.split(".")
+        _, layer, name = param.path.split(".")
         # One layer's array is held twice, never the stack.
         stacks[name] = _fill(stacks[name], np.int32(layer), array)
         return None

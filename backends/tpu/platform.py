@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import jax
 
@@ -44,10 +45,8 @@ def _choose(platform: str, cpu_devices: int) -> None:
         # Without this JAX would start every platform it finds and, for the CPU, take the chips as well.
         jax.config.update("jax_platforms", platform)
     if platform == "cpu" and cpu_devices > 1:
-        try:
+        with suppress(RuntimeError):  # JAX runs already; too few devices are reported by the caller
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-        except RuntimeError:
-            pass  # JAX runs already; too few devices are reported by the caller
     if not jax.config.jax_compilation_cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # JAX's key has the program, the compiler's version and its options and the device: it survives restarts.
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "jax"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.core.backend import StepConstraints, StepLimits
+from octavo.core.backend import StepLimits
 from octavo.core.step import StepShape
 from octavo.testing import reference
 from octavo.testing.batches import Part, Pool, Stream, build_step, step_shape
@@ -72,8 +72,9 @@ def check(loaded, batch, window, seed=0, padding=0):
         if part.sequence.length:
             slots = part.sequence.slots(0, part.sequence.length, size)
             loaded.write(slots, keys[: len(slots)], values[: len(slots)])
-    shape = step_shape(parts, size, StepConstraints())
-    if padding:
+    constraints = loaded.backend.constraints(m, loaded.limits)
+    shape = step_shape(parts, size, constraints)
+    if padding and not constraints.shapes():  # shapes of a device with buckets are padded anyhow
         sequences = shape.sequences + padding
         tokens = sequences if shape.decode else shape.tokens + padding
         shape = StepShape(tokens, sequences, shape.blocks + 1, sequences, shape.decode, shape.sampler)
