@@ -108,12 +108,12 @@ def select(device: str = "auto", options: Mapping[str, str] | None = None) -> tu
     for plugin in found:
         if plugin.factory is None:
             continue
-        for info in plugin.probe.devices:
-            if device == info.id:
-                return plugin.factory, info
         named = _asked_for(plugin, options or {}) or _real(plugin)
         if device == plugin.name and named:
             return plugin.factory, named[0]
+        for info in plugin.probe.devices:
+            if device == info.id and device != plugin.name:
+                return plugin.factory, info
     name = device.partition(":")[0]
     same = [f for f in found if f.name == name]
     if not same:

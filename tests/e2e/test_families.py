@@ -36,6 +36,7 @@ DEVICES = {
     "reference": {"device": "reference"},
     "reference, float64": {"device": "reference", "dtype": "float64"},
     "static shapes": {"device": "reference", "backend_option": {"static": "1"}},
+    "jax": {"device": "tpu", "backend_option": {"platform": "cpu"}},
 }
 CONDITIONS = {
     "roomy": {"kv_cache_memory": 32 << 20},
@@ -69,10 +70,19 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return path, model, prompts, outputs
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("device", DEVICES)
+# Programs are compiled anew for each test: half of the conditions are left to the slow tests.
+RUNS = [
+    pytest.param(d, c, marks=[pytest.mark.slow] if d == "jax" and c in ("roomy", "tight") else [])
+    for d in DEVICES
+    for c in CONDITIONS
+]
+
+
+@pytest.mark.parametrize(("device", "condition"), RUNS)
 def test_greedy_tokens_equal_transformers(tiny: tuple, device: str, condition: str) -> None:
     path, _, prompts, expected = tiny
+    if device == "jax":
+        pytest.importorskip("jax")
     options = dict(CONDITIONS[condition])
     blocks = options.pop("num_blocks", None)
     if blocks:
