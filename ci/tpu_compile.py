@@ -55,7 +55,13 @@ def main() -> int:
             return SKIPPED
     # No chip is opened: constants are made on the CPU, and several gates may run side by side.
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
-    report = check(args)
+    from octavo.core.errors import OctavoError
+
+    try:
+        report = check(args)
+    except OctavoError as error:  # does not fit, or does not divide: the plan says so before anything is compiled
+        print(error)
+        return 1
     text = json.dumps(report, indent=2)
     print(text)
     if args.json:

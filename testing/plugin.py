@@ -19,7 +19,7 @@ DEFAULT_DEVICES = (
     "tpu/float32/platform=cpu",
 )
 # Compiled programs make these take minutes: they are marked `slow`.
-SLOW_DEVICES = ("tpu/bfloat16/platform=cpu",)
+SLOW_DEVICES = ("tpu/bfloat16/platform=cpu", "tpu/float32/platform=cpu/tensor_parallel=2")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

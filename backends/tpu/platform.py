@@ -44,7 +44,7 @@ def _choose(platform: str, cpu_devices: int) -> None:
     if not jax.config.jax_platforms:
         # Without this JAX would start every platform it finds and, for the CPU, take the chips as well.
         jax.config.update("jax_platforms", platform)
-    if platform == "cpu" and cpu_devices > 1:
+    if platform == "cpu" and cpu_devices > max(1, jax.config.jax_num_cpu_devices):
         with suppress(RuntimeError):  # JAX runs already; too few devices are reported by the caller
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     if not jax.config.jax_compilation_cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
