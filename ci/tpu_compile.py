@@ -76,7 +76,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     from jax.experimental import topologies
 
     from octavo.backends.tpu.backend import TpuBackend
-    from octavo.backends.tpu.cache import width
+    from octavo.backends.tpu.cache import lower_movers, width
     from octavo.backends.tpu.params import abstract_params
     from octavo.backends.tpu.programs import Layout, lower_forward, lower_sampler
     from octavo.core.backend import BackendConfig, Cache, StepLimits
@@ -113,6 +113,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         "decode": lambda: lower_forward(layout, max((s for s in shapes if s.decode), key=lambda s: s[:4])),
         "sampler": lambda: lower_sampler(layout, limits.max_num_seqs, shapes[-1].sampler),
     }
+    wanted |= {f"{name} blocks": lambda low=low: low for name, low in lower_movers(stack, mesh.replicated).items()}
     split = mesh.size if mesh.kv_split(model) else 1
     cache_bytes = stack.size * stack.dtype.itemsize // split
     faults, programs = [], {}
@@ -134,12 +135,13 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         }
         if used > hbm:
             faults.append(f"{name} takes {used} bytes of a chip's {hbm}")
-        if name == "sampler":
+        if name in ("sampler", "read blocks"):
             continue
         if memory.alias_size_in_bytes != cache_bytes:
             faults.append(f"{name} aliases {memory.alias_size_in_bytes} bytes; the cache has {cache_bytes}")
         if memory.temp_size_in_bytes > plan.activations // mesh.size:
-            faults.append(f"{name} needs {memory.temp_size_in_bytes} bytes besides; the plan says {plan.activations}")
+            planned = plan.activations // mesh.size
+            faults.append(f"{name} needs {memory.temp_size_in_bytes} bytes of a chip besides; the plan says {planned}")
     return {
         "model": args.model,
         "topology": topology,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.backends.tpu import TpuFactory
-from octavo.backends.tpu.probe import find_chips
+from octavo.backends.tpu.probe import find_chips, unfit_libtpu
 from octavo.core import plugins
 from octavo.core.backend import BackendConfig, StepLimits
 from octavo.core.errors import ConfigError, DeviceError
@@ -92,9 +92,17 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch, host, package):
     assert "pip install 'octavo[tpu]'" in probe.reasons[0]
 
 
+def test_a_libtpu_that_jax_does_not_want_is_remarked(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"', "numpy>=2"])
+    for have, remarks in (("0.0.42.1", 0), ("0.0.42", 0), ("0.0.421", 1), ("0.0.39", 1)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, have=have: have)
+        assert len(unfit_libtpu()) == remarks
+
+
 def test_real_chips_come_first(monkeypatch, host):
     monkeypatch.setattr("octavo.backends.tpu.find_chips", lambda: find_chips(host))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("octavo.backends.tpu.unfit_libtpu", lambda: [])
     devices = TpuFactory().probe().devices
     assert [d.id for d in devices] == ["tpu", "tpu:cpu"]
     assert devices[0].details == {"chips": "2"}

@@ -23,7 +23,8 @@ GATES = [
     ("llama-3.1-8b", "v5p", 1),
     ("llama-3.1-8b", "v5e", 4),
     ("llama-3.1-8b", "v6e", 4),
-    ("llama-3.1-8b", "tpu7x", 4),
+    # Its compiler wants weights in tiles of 16 × 128, gets them in 8 × 128, and copies them all in every step.
+    pytest.param("llama-3.1-8b", "tpu7x", 4, marks=pytest.mark.xfail(reason="needs 3.3 GiB more", strict=True)),
 ]
 
 

@@ -9,7 +9,7 @@ from ...core.backend import Backend, BackendConfig, BackendFactory, DeviceInfo, 
 from ...core.errors import ConfigError, DeviceError
 from ...core.plugins import hookimpl
 from ..host import host_memory
-from .probe import find_chips, missing
+from .probe import find_chips, missing, unfit_libtpu
 
 SIMULATED = "tpu:cpu"
 PLATFORMS = ("tpu", "cpu")
@@ -42,7 +42,7 @@ class TpuFactory(BackendFactory):
         if reasons:
             return Probe((simulated,), tuple(reasons))
         details = {"chips": str(chips.count)}
-        return Probe((DeviceInfo("tpu", chips.name, chips.memory_bytes, details), simulated))
+        return Probe((DeviceInfo("tpu", chips.name, chips.memory_bytes, details), simulated), tuple(unfit_libtpu()))
 
     def create(self, config: BackendConfig) -> Backend:
         platform = config.options.get("platform", "cpu" if config.device == SIMULATED else "tpu")

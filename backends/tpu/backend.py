@@ -116,7 +116,7 @@ class TpuBackend(Backend):
                 f"{num_blocks} KV blocks of {spec.block_bytes} bytes do not fit into the device's memory; "
                 f"lower --memory-utilization or --kv-cache-memory."
             ) from error
-        self._mover = BlockMover(stack, self.from_host)
+        self._mover = BlockMover(stack, self.from_host, self.mesh.replicated)
         return stack
 
     def export_blocks(self, blocks: np.ndarray) -> np.ndarray:

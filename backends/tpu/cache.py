@@ -70,22 +70,35 @@ def copy_blocks(stack: Any, source: Any, target: Any) -> Any:
     return write_blocks(stack, target, read_blocks(stack, source))
 
 
-class BlockMover:
-    """The three movers, compiled for one cache array: `read`, `write` and `copy`, each of MOVED blocks."""
+def lower_movers(stack: Any, replicated: Any) -> dict[str, jax.stages.Lowered]:
+    """The movers of MOVED blocks, "read", "write" and "copy", for a cache array, or for what one would be like.
 
-    def __init__(self, stack: jax.Array, put: Callable[[np.ndarray], jax.Array]) -> None:
+    Args:
+        stack: the array, or its shape, dtype and sharding.
+        replicated: the sharding of block numbers and contents.
+    """
+    layers, _, size, columns = stack.shape
+    index = jax.ShapeDtypeStruct((MOVED,), jnp.int32, sharding=replicated)
+    contents = jax.ShapeDtypeStruct((MOVED, layers, size, columns), stack.dtype, sharding=replicated)
+    # The result has the sharding of the argument: left to choose, the compiler may take one that no program accepts.
+    in_place = {"donate_argnums": 0, "out_shardings": stack.sharding}
+    return {
+        "read": jax.jit(read_blocks, out_shardings=replicated).lower(stack, index),
+        "write": jax.jit(write_blocks, **in_place).lower(stack, index, contents),
+        "copy": jax.jit(copy_blocks, **in_place).lower(stack, index, index),
+    }
+
+
+class BlockMover:
+    """Moves blocks of one cache array with programs compiled for it: as many calls as MOVED blocks each take."""
+
+    def __init__(self, stack: jax.Array, put: Callable[[np.ndarray], jax.Array], replicated: Any) -> None:
         layers, self._num_blocks, size, columns = stack.shape
         self._put = put
         self._dtype = np.dtype(stack.dtype)
         self._block = (layers, size, columns)
-        index = put(np.zeros(MOVED, np.int32))
-        contents = put(np.zeros((MOVED, *self._block), self._dtype))
-        same = stack.sharding  # else the compiler may choose another for its result, which no program would take
-        self._read = jax.jit(read_blocks).lower(stack, index).compile()
-        self._write = (
-            jax.jit(write_blocks, donate_argnums=0, out_shardings=same).lower(stack, index, contents).compile()
-        )
-        self._copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=same).lower(stack, index, index).compile()
+        programs = {name: lowered.compile() for name, lowered in lower_movers(stack, replicated).items()}
+        self._read, self._write, self._copy = programs["read"], programs["write"], programs["copy"]
 
     def _index(self, blocks: np.ndarray) -> jax.Array:
         padded = np.full(MOVED, self._num_blocks, np.int32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,16 @@ class Chips:
 def missing(package: str) -> list[str]:
     """[how to install it] where a package is not installed."""
     return [] if importlib.util.find_spec(package) else [_INSTALL[package]]
+
+
+def unfit_libtpu() -> list[str]:
+    """[what is wrong] where libtpu is not the version that the installed JAX asks for."""
+    for requirement in importlib.metadata.requires("jax") or []:
+        wanted = re.match(r"libtpu\s*==\s*([\d.]+)", requirement)
+        have = importlib.metadata.version("libtpu")
+        if wanted and not f"{have}.".startswith(wanted[1].rstrip(".") + "."):
+            return [f"libtpu is {have}, and this JAX wants {wanted[1]}*: pip install -U 'octavo[tpu]'"]
+    return []
 
 
 def find_chips(root: Path = Path("/")) -> Chips:
