@@ -73,7 +73,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 # Programs are compiled anew for each test: most conditions are left to the slow tests.
-QUICK = {"jax": ("chunks", "tight, swap"), "jax, 2 devices": ("tight, swap",), "jax, 4 devices": ("chunks",)}
+QUICK = {"jax": ("tight, swap",), "jax, 2 devices": ("chunks",), "jax, 4 devices": ()}
 RUNS = [
     pytest.param(d, c, marks=[] if c in QUICK.get(d, CONDITIONS) else [pytest.mark.slow])
     for d in DEVICES
