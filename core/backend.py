@@ -88,12 +88,16 @@ class DeviceInfo:
         name: what a person calls it, for example "NVIDIA H200".
         memory_bytes: memory that models and cache can use in all; 0 where it cannot be known beforehand.
         details: further facts for `octavo devices`, for example {"threads": "8"}.
+        stands_in: for a device that only simulates the plugin's hardware: the backend options that ask for it. It is
+            taken by its id, or by the plugin's name together with these options; never by `auto` nor by the name
+            alone, so nobody gets a simulation who asked for the hardware.
     """
 
     id: str
     name: str
     memory_bytes: int = 0
     details: Mapping[str, str] = field(default_factory=dict)
+    stands_in: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -267,15 +271,20 @@ class StepConstraints:
     max_in_flight: int = 1
 
     def shapes(self) -> list[StepShape]:
-        """Every shape that a step can have, or [] where some size is free. `warmup` prepares these."""
+        """Every shape that a step can have, or [] where some size is free. `warmup` prepares these.
+
+        A step has at most as many sequences as tokens, so sizes that only more sequences would need are left out.
+        """
         out = []
         for decode, sizes in ((True, self.decode), (False, self.prefill)):
             if sizes.sequences is None or sizes.blocks is None or self.samplers is None:
                 return []
             if not decode and sizes.tokens is None:
                 return []
-            for sequences in sizes.sequences:
+            for below, sequences in zip((0, *sizes.sequences), sizes.sequences, strict=False):
                 for tokens in (sequences,) if decode else sizes.tokens or ():
+                    if below >= tokens:
+                        continue
                     for blocks in sizes.blocks:
                         for sampler in self.samplers:
                             out.append(StepShape(tokens, sequences, blocks, sequences, decode, sampler))

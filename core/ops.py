@@ -99,13 +99,20 @@ class Ops(ABC):
     def layers(self, body: Body, x: Any, params: Any, caches: Any) -> tuple[Any, Any]:
         """Applies body(x, layer's params, layer's cache, layer's index) → (x, cache) layer after layer.
 
-        Default: a Python loop over lists. A compiler's loop over stacked layers goes here.
+        Default: a Python loop. A compiler's loop over stacked layers goes here.
         """
-        out = []
-        for index, (layer, cache) in enumerate(zip(params, caches, strict=True)):
-            x, cache = body(x, layer, cache, index)
-            out.append(cache)
-        return x, out
+        for index, layer in enumerate(params):
+            x, cache = body(x, layer, self.layer_cache(caches, index), index)
+            caches = self.with_layer_cache(caches, index, cache)
+        return x, caches
+
+    def layer_cache(self, caches: Any, index: int) -> Any:
+        """One layer's cache, as `write_cache` and `attention` take it, out of `Cache.layers`. Default: from a list."""
+        return caches[index]
+
+    def with_layer_cache(self, caches: Any, index: int, cache: Any) -> Any:
+        """`Cache.layers` with one layer's cache replaced. Default: a new list."""
+        return [*caches[:index], cache, *caches[index + 1 :]]
 
     # ------------------------------------------------------------------ composites
 

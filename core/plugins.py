@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,28 +87,32 @@ def discover() -> list[Found]:
     return found
 
 
-def select(device: str = "auto") -> tuple[BackendFactory, DeviceInfo]:
+def select(device: str = "auto", options: Mapping[str, str] | None = None) -> tuple[BackendFactory, DeviceInfo]:
     """The factory and the device for `--device`.
 
     Args:
         device: "auto", a factory's name ("cuda": its first device) or a device's id ("cuda:1").
+        options: the backend options given; those that a simulated device names in `stands_in` choose it.
 
     Raises:
         DeviceError: there is no such device; the message explains probe by probe.
     """
     found = discover()
     if device == "auto":
-        usable = [f for f in found if f.factory and f.probe.devices and f.factory.auto_priority >= 0]
+        usable = [f for f in found if f.factory and _real(f) and f.factory.auto_priority >= 0]
         if usable:
             best = max(usable, key=lambda f: f.factory.auto_priority if f.factory else -1)
             assert best.factory is not None
-            return best.factory, best.probe.devices[0]
+            return best.factory, _real(best)[0]
         raise DeviceError("No device was found.\n" + _explain(found))
     for plugin in found:
         if plugin.factory is None:
             continue
+        named = _asked_for(plugin, options or {}) or _real(plugin)
+        if device == plugin.name and named:
+            return plugin.factory, named[0]
         for info in plugin.probe.devices:
-            if device in (plugin.name, info.id):
+            if device == info.id and device != plugin.name:
                 return plugin.factory, info
     name = device.partition(":")[0]
     same = [f for f in found if f.name == name]
@@ -118,10 +122,20 @@ def select(device: str = "auto") -> tuple[BackendFactory, DeviceInfo]:
             f"There is no device {device!r}: no installed plugin has that name (installed: {names}). "
             f"Run `octavo devices` to see them, or install the plugin for it."
         )
-    if any(f.probe.devices for f in same):
+    if any(_real(f) for f in same):
         ids = ", ".join(info.id for f in same for info in f.probe.devices)
         raise DeviceError(f"There is no device {device!r}; {name} has {ids}.")
     raise DeviceError(f"Device {device!r} cannot be used.\n" + _explain(same))
+
+
+def _real(plugin: Found) -> list[DeviceInfo]:
+    """The devices that are what the plugin is for."""
+    return [info for info in plugin.probe.devices if not info.stands_in]
+
+
+def _asked_for(plugin: Found, options: Mapping[str, str]) -> list[DeviceInfo]:
+    """The simulated devices that these options ask for."""
+    return [d for d in plugin.probe.devices if d.stands_in and d.stands_in.items() <= options.items()]
 
 
 def create(factory: BackendFactory, config: BackendConfig) -> Backend:
@@ -143,4 +157,5 @@ def _explain(found: list[Found]) -> str:
     for plugin in found:
         for reason in plugin.probe.reasons or ("no device was found.",):
             lines.append(f"  {plugin.name}: {reason}")
+        lines += [f"  {plugin.name}: --device {d.id} is {d.name}." for d in plugin.probe.devices if d.stands_in]
     return "\n".join(lines) or "  No backend plugin is installed."

@@ -151,8 +151,8 @@ class Cache(NamedTuple):
     """All device state that a step changes. A step returns it; it is never changed behind the core's back.
 
     Attributes:
-        layers: the paged KV cache, in the backend's own layout; one entry per layer unless the backend
-            overrides `Ops.layers`.
+        layers: the paged KV cache, in the backend's own layout; a list with one entry per layer unless the backend
+            overrides `Ops.layer_cache` and `Ops.with_layer_cache`.
         sampled: int32 [max_num_seqs + 1]; the token last sampled for each running sequence; the last entry is
             for rows whose token nobody wants.
     """

@@ -49,7 +49,7 @@ class Kit:
     def __init__(self, case: DeviceCase) -> None:
         self.case = case
         self.dtype = case.dtype
-        self.factory, self.info = plugins.select(case.device)
+        self.factory, self.info = plugins.select(case.device, case.options)
 
     def create(self, **changes: Any) -> Backend:
         """A backend without a model; `changes` to its BackendConfig."""
@@ -134,10 +134,17 @@ class Loaded:
         shape = StepShape(tokens, 1, -(-tokens // size), 1, False)
         step = dummy_step(shape, self.limits.max_num_seqs, tokens)
         context = self.context(Step(shape, step.inputs._replace(slot_mapping=slots.astype(np.int32))))
-        cache = self.backend.cache
-        layers = list(cache.layers)
-        layers[layer] = self.ops.write_cache(layers[layer], self.array(k), self.array(v), context)
-        self.backend.cache = cache._replace(layers=layers)
+        cache = self.layer_cache(layer)
+        self.keep_layer_cache(layer, self.ops.write_cache(cache, self.array(k), self.array(v), context))
+
+    def layer_cache(self, layer: int) -> Any:
+        """The cache of a layer, as the ops take it."""
+        return self.ops.layer_cache(self.backend.cache.layers, layer)
+
+    def keep_layer_cache(self, layer: int, cache: Any) -> None:
+        """Makes what an op returned the layer's cache."""
+        whole = self.backend.cache
+        self.backend.cache = whole._replace(layers=self.ops.with_layer_cache(whole.layers, layer, cache))
 
     def reset_cache(self) -> None:
         """A cache of zeros."""

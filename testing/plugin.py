@@ -16,7 +16,10 @@ DEFAULT_DEVICES = (
     "cpu/float64/threads=1",
     "cpu/bfloat16/threads=1",
     "cpu/float16/threads=1",
+    "tpu/float32/platform=cpu",
 )
+# Compiled programs make these take minutes: they are marked `slow`.
+SLOW_DEVICES = ("tpu/bfloat16/platform=cpu", "tpu/float32/platform=cpu/tensor_parallel=2")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,8 +39,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [name for value in asked for name in value.split(",")]
     else:
         usable = {found.name for found in plugins.discover() if found.probe.devices}
-        names = [name for name in DEFAULT_DEVICES if DeviceCase.parse(name).device in usable]
-    metafunc.parametrize("kit", [DeviceCase.parse(name) for name in names], ids=str, indirect=True, scope="session")
+        names = [name for name in (*DEFAULT_DEVICES, *SLOW_DEVICES) if DeviceCase.parse(name).device in usable]
+    cases = [
+        pytest.param(DeviceCase.parse(name), marks=[pytest.mark.slow] if name in SLOW_DEVICES else [], id=name)
+        for name in names
+    ]
+    metafunc.parametrize("kit", cases, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from octavo.core import hub
+
+# Read by JAX when it is imported. Programs of tests run a few times: what counts is how fast they compile. Nor is a
+# cache of them worth its writing, which compiles in one thread. Tests of compilation itself set what they need.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for tests of tensor parallelism
 
 
 @pytest.fixture(scope="session")

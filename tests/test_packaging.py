@@ -29,7 +29,7 @@ def test_every_package_is_listed() -> None:
 
 def test_our_backends_come_through_entry_points() -> None:
     names = {entry.name for entry in importlib.metadata.entry_points(group="octavo.backends")}
-    assert {"cpu", "mps", "null", "reference"} <= names
+    assert {"cpu", "mps", "null", "reference", "tpu"} <= names
 
 
 def test_importing_octavo_loads_no_array_library_but_numpy() -> None:

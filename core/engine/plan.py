@@ -65,7 +65,7 @@ def open_backend(config: EngineConfig) -> tuple[Backend, str]:
     Raises:
         DeviceError, ConfigError: there is no such device, or it has no such option.
     """
-    factory, device = plugins.select(config.device)
+    factory, device = plugins.select(config.device, config.backend_option)
     backend_config = BackendConfig(device.id, config.dtype, config.kv_cache_dtype, config.backend_option)
     return plugins.create(factory, backend_config), device.id
 

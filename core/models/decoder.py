@@ -7,7 +7,7 @@ from typing import Any
 from ..arrays import device_of
 from ..ops import Ops, StepContext
 from ..sampling.sampler import sample
-from ..step import Cache, StepInput, StepOutput, StepShape
+from ..step import Cache, SamplerShape, SamplingInput, StepInput, StepOutput, StepShape
 from .spec import ModelSpec
 
 
@@ -37,8 +37,17 @@ def step(
 ) -> tuple[Cache, StepOutput]:
     """One decoding step: the forward pass, then the sampler, which also keeps the tokens for the next step."""
     cache, logits = forward(model, ops, shape, params, cache, inputs)
-    output = sample(ops, shape.sampler, logits, inputs.sampling)
-    return cache._replace(sampled=_keep(ops, cache.sampled, inputs.sampling.out_slots, output.tokens)), output
+    sampled, output = choose(ops, shape.sampler, logits, cache.sampled, inputs.sampling)
+    return cache._replace(sampled=sampled), output
+
+
+def choose(ops: Ops, shape: SamplerShape, logits: Any, sampled: Any, sampling: SamplingInput) -> tuple[Any, StepOutput]:
+    """The second half of a step: from logits [R, V] to tokens, and `Cache.sampled` with them in it.
+
+    A backend may compile the halves apart: as many forward passes plus samplers, not their product.
+    """
+    output = sample(ops, shape, logits, sampling)
+    return _keep(ops, sampled, sampling.out_slots, output.tokens), output
 
 
 def _keep(ops: Ops, sampled: Any, out_slots: Any, tokens: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 
 from ..arrays import device_of
 
+Repeat = Callable[[int, Callable[[Any], Any], Any], Any]
+
 # Float32 numbers in order: code c >= 0 is the float with the bit pattern c, code -c is its negative.
 _INFINITY = 0x7F800000
 _LOWEST = -(_INFINITY - 1)
@@ -28,7 +30,14 @@ _LEAST_FLOAT = -(2.0 - 2.0**-23) * 2.0**127
 _POWERS = [2.0 ** (e - 127) for e in range(1, 255)]
 
 
-def threshold(xp: Any, logits: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+def repeat(times: int, body: Callable[[Any], Any], state: Any) -> Any:
+    """body applied to the state so many times, one after the other; a compiler may bring a loop of its own."""
+    for _ in range(times):
+        state = body(state)
+    return state
+
+
+def threshold(xp: Any, logits: Any, top_k: Any, top_p: Any, min_p: Any, repeat: Repeat = repeat) -> Any:
     """The least logit of each row that is kept; a token is kept if its logit is not less.
 
     The result is a logit of the row, at most its largest. A logit of -inf is kept only in a row of nothing else.
@@ -40,6 +49,7 @@ def threshold(xp: Any, logits: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
         top_k: int32 [R]; 0 is off.
         top_p: float32 [R]; 1 is off.
         min_p: float32 [R]; 0 is off.
+        repeat: how to run a loop: (times, body, state) → state, where the state is a tuple of arrays.
 
     Returns:
         float32 [R, 1].
@@ -58,10 +68,10 @@ def threshold(xp: Any, logits: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
         return xp.sum(xp.where(logits >= t, weights, 0.0), axis=-1, keepdims=True)
 
     # With k above the number of finite logits nothing holds, and the search ends at the lowest number.
-    by_rank = _largest(xp, lambda t: count(t) >= top_k, peak)
+    by_rank = _largest(xp, lambda t: count(t) >= top_k, peak, repeat)
     by_rank = xp.where(top_k > 0, by_rank, lowest)
     wanted = top_p * mass(by_rank)
-    by_mass = _largest(xp, lambda t: mass(t) >= wanted, peak)
+    by_mass = _largest(xp, lambda t: mass(t) >= wanted, peak, repeat)
     by_mass = xp.where(top_p < 1.0, by_mass, lowest)
     by_ratio = peak + xp.log(xp.where(min_p > 0.0, min_p, 1.0))
     by_ratio = xp.where(min_p > 0.0, by_ratio, lowest)
@@ -72,7 +82,7 @@ def threshold(xp: Any, logits: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     return xp.min(xp.where(logits >= least, logits, largest), axis=-1, keepdims=True)
 
 
-def _largest(xp: Any, holds: Callable[[Any], Any], like: Any) -> Any:
+def _largest(xp: Any, holds: Callable[[Any], Any], like: Any, repeat: Repeat) -> Any:
     """The largest finite float32 for which a decreasing predicate holds; the lowest one where it never does.
 
     Args:
@@ -82,11 +92,15 @@ def _largest(xp: Any, holds: Callable[[Any], Any], like: Any) -> Any:
     low = xp.full_like(like, _LOWEST, dtype=xp.int32)
     high = xp.full_like(like, _INFINITY, dtype=xp.int32)
     powers = xp.asarray(_POWERS, dtype=xp.float32, device=device_of(like))
-    for _ in range(_PASSES):
+
+    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
         # The mean, rounded down, without the overflow of a sum: what both have, and half of what one has.
         middle = (low & high) + ((low ^ high) >> 1)
         ok = holds(_float_of(xp, middle, powers))
-        low, high = xp.where(ok, middle, low), xp.where(ok, high, middle)
+        return xp.where(ok, middle, low), xp.where(ok, high, middle)
+
+    low, _ = repeat(_PASSES, halve, (low, high))
     return _float_of(xp, low, powers)
 
 

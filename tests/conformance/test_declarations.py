@@ -15,6 +15,7 @@ from octavo.testing.models import tiny_spec
 from octavo.testing.simulator import Simulator
 
 LIMITS = StepLimits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
+LEAST = StepLimits(max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16, block_size=16)
 MODEL = tiny_spec()
 
 
@@ -41,7 +42,7 @@ def test_every_declared_dtype_works(kit):
     for dtype in capabilities.dtypes:
         other = Kit(DeviceCase(kit.case.device, dtype, kit.case.options))
         for kv_dtype in capabilities.kv_dtypes:
-            loaded = other.load(MODEL, LIMITS, 8, kv_dtype=kv_dtype, warm=True)
+            loaded = other.load(MODEL, LEAST, 8, kv_dtype=kv_dtype, warm=True)
             assert loaded.backend.kv_dtype(MODEL) == kv_dtype
             simulator = Simulator(loaded)
             stream = simulator.open()

@@ -36,6 +36,9 @@ DEVICES = {
     "reference": {"device": "reference"},
     "reference, float64": {"device": "reference", "dtype": "float64"},
     "static shapes": {"device": "reference", "backend_option": {"static": "1"}},
+    "jax": {"device": "tpu", "backend_option": {"platform": "cpu"}},
+    "jax, 2 devices": {"device": "tpu", "backend_option": {"platform": "cpu", "tensor_parallel": "2"}},
+    "jax, 4 devices": {"device": "tpu", "backend_option": {"platform": "cpu", "tensor_parallel": "4"}},
 }
 CONDITIONS = {
     "roomy": {"kv_cache_memory": 32 << 20},
@@ -69,17 +72,30 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return path, model, prompts, outputs
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("device", DEVICES)
+# Programs are compiled anew for each test: most conditions are left to the slow tests.
+QUICK = {"jax": ("tight, swap",), "jax, 2 devices": ("chunks",), "jax, 4 devices": ()}
+RUNS = [
+    pytest.param(d, c, marks=[] if c in QUICK.get(d, CONDITIONS) else [pytest.mark.slow])
+    for d in DEVICES
+    for c in CONDITIONS
+]
+
+
+@pytest.mark.parametrize(("device", "condition"), RUNS)
 def test_greedy_tokens_equal_transformers(tiny: tuple, device: str, condition: str) -> None:
     path, _, prompts, expected = tiny
+    if DEVICES[device]["device"] == "tpu":
+        pytest.importorskip("jax")
     options = dict(CONDITIONS[condition])
     blocks = options.pop("num_blocks", None)
     if blocks:
         width = 8 if DEVICES[device].get("dtype") == "float64" else 4
         config = __import__("json").loads((path / "config.json").read_text())
         head_dim = config.get("head_dim") or 16
-        options["kv_cache_memory"] = blocks * 16 * 2 * 3 * config["num_key_value_heads"] * head_dim * width
+        # Where key/value heads do not divide over the devices, each device has them all.
+        devices = int(DEVICES[device].get("backend_option", {}).get("tensor_parallel", 1))
+        copies = devices if config["num_key_value_heads"] % devices else 1
+        options["kv_cache_memory"] = copies * blocks * 16 * 2 * 3 * config["num_key_value_heads"] * head_dim * width
         options["max_model_len"] = 140
     options = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256} | options | DEVICES[device]
     with LLM(str(path), **options) as llm:

@@ -1,0 +1,79 @@
+"""The TPU backend: JAX, one process per host. With `platform=cpu` the very same programs run on JAX's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...core.backend import Backend, BackendConfig, BackendFactory, DeviceInfo, Probe
+from ...core.errors import ConfigError, DeviceError
+from ...core.plugins import hookimpl
+from ..host import host_memory
+from .probe import find_chips, missing, unfit_libtpu
+
+SIMULATED = "tpu:cpu"
+PLATFORMS = ("tpu", "cpu")
+
+
+class TpuFactory(BackendFactory):
+    """Makes the TPU backend. It probes without importing JAX, whose start-up would take the chips."""
+
+    name = "tpu"
+    description = "JAX on Google's TPUs"
+    auto_priority = 50
+    options: ClassVar[Mapping[str, str]] = {
+        "platform": "tpu, or cpu: the same programs on JAX's CPU, for tests and for people without a TPU",
+        "tensor_parallel": "chips to split the model over (default 1)",
+        "cpu_devices": "with platform=cpu: how many devices JAX makes of the CPU (default: tensor_parallel)",
+    }
+
+    def probe(self) -> Probe:
+        reasons = missing("jax")
+        if reasons:
+            return Probe(reasons=tuple(reasons))
+        simulated = DeviceInfo(
+            SIMULATED,
+            "JAX on the CPU (simulated, for tests)",
+            host_memory()[0],
+            stands_in={"platform": "cpu"},
+        )
+        chips = find_chips()
+        reasons = list(chips.reasons) or missing("libtpu")
+        if reasons:
+            return Probe((simulated,), tuple(reasons))
+        details = {"chips": str(chips.count)}
+        return Probe((DeviceInfo("tpu", chips.name, chips.memory_bytes, details), simulated), tuple(unfit_libtpu()))
+
+    def create(self, config: BackendConfig) -> Backend:
+        platform = config.options.get("platform", "cpu" if config.device == SIMULATED else "tpu")
+        if platform not in PLATFORMS:
+            raise ConfigError(f"platform must be one of {', '.join(PLATFORMS)}, not {platform!r}.")
+        if (platform == "cpu") != (config.device == SIMULATED):
+            raise ConfigError(
+                f"platform={platform} contradicts --device {config.device}: leave one of the two out, or use "
+                f"--device {SIMULATED if platform == 'cpu' else 'tpu'}."
+            )
+        tensor_parallel = _count(config, "tensor_parallel", 1)
+        cpu_devices = _count(config, "cpu_devices", tensor_parallel)
+        if platform != "cpu" and "cpu_devices" in config.options:
+            raise ConfigError("cpu_devices is for platform=cpu only: a TPU has the chips it has.")
+        try:
+            from .backend import TpuBackend
+            from .platform import devices
+        except ImportError as error:
+            raise DeviceError(
+                f"The TPU backend cannot be used: {error}. Install it with pip install 'octavo[tpu]'."
+            ) from error
+        return TpuBackend(config, devices(platform, tensor_parallel, cpu_devices))
+
+
+def _count(config: BackendConfig, name: str, default: int) -> int:
+    text = config.options.get(name, str(default))
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ConfigError(f"{name} must be a whole number, at least 1, not {text!r}.")
+    return int(text)
+
+
+@hookimpl
+def octavo_backend() -> BackendFactory:
+    return TpuFactory()

@@ -1,0 +1,164 @@
+"""The TPU backend itself; imports JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.backend import (
+    Backend,
+    BackendConfig,
+    CacheSpec,
+    Capabilities,
+    MemoryPlan,
+    StepConstraints,
+    StepLimits,
+    WeightSource,
+)
+from ...core.errors import OutOfMemoryError
+from ...core.models.spec import DTYPE_BYTES, ModelSpec, ParamSpec, model_params
+from ...core.models.weights import HostTensor
+from ...core.step import Step, StepOutput, StepShape, dummy_step, map_arrays
+from ..host import host_memory
+from .attend import PIECE_BYTES
+from .cache import BlockMover, block_bytes, width
+from .mesh import DeviceMesh, put
+from .ops import TpuOps
+from .params import host_array, load_params
+from .programs import Layout, Program, Programs
+from .shapes import step_constraints
+
+DTYPES = ("bfloat16", "float32")
+
+
+class TpuBackend(Backend):
+    """JAX devices of one host as a mesh; every step runs as programs that were compiled before traffic."""
+
+    def __init__(self, config: BackendConfig, devices: Sequence[jax.Device]) -> None:
+        super().__init__(config)
+        self._devices = devices
+        self._on_host = devices[0].platform == "cpu"
+        if self._on_host:
+            # The host's memory is not ours alone.
+            self.default_utilization, self.default_cache_share = 0.8, 0.2
+        self.mesh = DeviceMesh(devices)
+        self.xp = jnp
+        self.ops = TpuOps()
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(dtypes=DTYPES, kv_dtypes=DTYPES, block_sizes=(16, 32, 64, 128))
+
+    def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints:
+        return step_constraints(model, limits)
+
+    # Memory
+
+    def device_memory(self) -> tuple[int, int]:
+        """Of all devices of the mesh together."""
+        if self._on_host:
+            return host_memory()
+        total = available = 0
+        for device in self._devices:
+            stats = device.memory_stats() or {}
+            total += stats["bytes_limit"]
+            available += stats["bytes_limit"] - stats["bytes_in_use"]
+        return total, available
+
+    def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
+        self.mesh.check(model)
+        plan = super().memory(model, limits)
+        spec, copies = self.cache_spec(model, limits), self.mesh.size
+        split = copies if self.mesh.kv_split(model) else 1
+        return replace(
+            plan,
+            weights=sum(self._bytes(model, p) for p in model_params(model)),
+            # Each device computes every token; gathered keys and values, converted, and scores and products with them.
+            activations=(plan.activations + 4 * PIECE_BYTES) * copies,
+            block_bytes=block_bytes(spec, not self._on_host, split) * (copies // split),
+        )
+
+    def _bytes(self, model: ModelSpec, param: ParamSpec) -> int:
+        """Of one parameter on all devices."""
+        size = param.size * (4 if param.kind == "table" else DTYPE_BYTES[self.dtype(model)])
+        return size if self.mesh.is_split(model, param) else size * self.mesh.size
+
+    # Arrays
+
+    def from_host(self, array: np.ndarray) -> jax.Array:
+        return put(array, self.mesh.replicated)
+
+    def to_host(self, array: jax.Array) -> np.ndarray:
+        return np.asarray(array)
+
+    def place(self, param: ParamSpec, value: HostTensor) -> jax.Array:
+        dtype = self.dtype(self.model)
+        return put(host_array(param, value, dtype), self.mesh.param(self.model, param))
+
+    # The model and its cache
+
+    def load(self, model: ModelSpec, weights: WeightSource, progress: Callable[[int, int], None] | None = None) -> None:
+        self.mesh.check(model)
+        self.model = model
+        self.params = load_params(model, weights, self.mesh, self.dtype(model), progress)
+
+    def new_layers(self, spec: CacheSpec, num_blocks: int) -> jax.Array:
+        shape = (spec.num_layers, num_blocks, spec.block_size, width(spec))
+        try:
+            stack = jnp.zeros(shape, jnp.dtype(spec.dtype), device=self.mesh.cache(self.model)).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemoryError(
+                f"{num_blocks} KV blocks of {spec.block_bytes} bytes do not fit into the device's memory; "
+                f"lower --memory-utilization or --kv-cache-memory."
+            ) from error
+        self._mover = BlockMover(stack, self.from_host, self.mesh.replicated)
+        return stack
+
+    def export_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        return self._mover.export(self.cache.layers, blocks)
+
+    def import_blocks(self, blocks: np.ndarray, contents: np.ndarray) -> None:
+        self.cache = self.cache._replace(layers=self._mover.load(self.cache.layers, blocks, contents))
+
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        self.cache = self.cache._replace(layers=self._mover.copy(self.cache.layers, source, target))
+
+    # Steps
+
+    def compile(self, shape: StepShape) -> Program:
+        programs = self._compiler()
+        programs.compile([shape])
+        return programs.step(shape)
+
+    def warmup(self, shapes: Sequence[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every program, several at a time; runs one step, which is enough: nothing is left to first use."""
+        programs = self._compiler()
+        programs.compile(shapes, progress)
+        self._programs = {shape: programs.step(shape) for shape in shapes}
+        self._bucketed = True
+        self.collect(self.submit(dummy_step(shapes[0], self.limits.max_num_seqs, 1)))
+
+    def _compiler(self) -> Programs:
+        return Programs(Layout(self.model, self.ops, self.mesh, self.params, self.cache, self.limits.max_num_seqs))
+
+    def submit(self, step: Step) -> StepOutput:
+        """Returns at once: JAX computes in the background."""
+        program = self.program(step.shape)
+        # The caller overwrites its arrays while JAX may still read, or keep, what it is given.
+        inputs = jax.device_put(map_arrays(np.array, step.inputs), self.mesh.replicated)
+        self.cache, output = program(self.params, self.cache, inputs)
+        for array in output:
+            array.copy_to_host_async()
+        return output
+
+    def collect(self, handle: StepOutput) -> StepOutput:
+        return map_arrays(self.to_host, handle)
+
+    def close(self) -> None:
+        super().close()
+        self._mover = None  # type: ignore[assignment]

@@ -1,0 +1,109 @@
+"""The forward pass's operations on JAX arrays. All are traced into one program per shape."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.models.spec import ModelSpec
+from ...core.ops import Body, Ops, StepContext
+from ...core.sampling import filters
+from ...core.step import Cache, StepInput, StepShape
+from . import attend
+from .cache import PagedLayer
+
+
+class TpuOps(Ops):
+    """jax.numpy. `Cache.layers` is one array for all layers, see `cache.py`."""
+
+    def __init__(self) -> None:
+        super().__init__(jnp)
+
+    # ------------------------------------------------------------------ the paged cache
+
+    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> attend.Tiles | None:
+        return None if shape.decode else attend.cut(inputs, shape.tokens)
+
+    def write_cache(self, cache: PagedLayer, k: Any, v: Any, ctx: StepContext) -> PagedLayer:
+        return PagedLayer(_write(cache, k, v, ctx.inputs.slot_mapping), cache.layer)
+
+    def attention(self, q: Any, k: Any, v: Any, cache: PagedLayer, ctx: StepContext, window: int | None) -> Any:
+        inputs = ctx.inputs
+        common = partial(dict, scale=ctx.model.scale, window=window, kv_heads=ctx.model.num_kv_heads)
+        if ctx.shape.decode:
+            return attend.decode(q, cache, inputs.block_tables, inputs.seq_lens, **common())
+        return attend.mixed(q, cache, inputs._replace(sampling=None), ctx.plan, **common())
+
+    def layer_cache(self, caches: Any, index: int) -> PagedLayer:
+        return PagedLayer(caches, index)
+
+    def with_layer_cache(self, caches: Any, index: int, cache: PagedLayer) -> Any:
+        return cache.stack
+
+    def layers(self, body: Body, x: Any, params: Any, caches: Any) -> tuple[Any, Any]:
+        """A compiler's loop where the parameters are stacked (then all layers have the same window)."""
+        if isinstance(params, list):
+            return super().layers(body, x, params, caches)
+
+        def one(carry: tuple[Any, Any], item: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
+            x, stack = carry
+            index, layer = item
+            x, cache = body(x, layer, PagedLayer(stack, index), 0)
+            return (x, cache.stack), None
+
+        count = caches.shape[0]
+        (x, caches), _ = lax.scan(one, (x, caches), (jnp.arange(count, dtype=jnp.int32), params))
+        return x, caches
+
+    # ------------------------------------------------------------------ pieces
+
+    def embed(self, table: Any, token_ids: Any) -> Any:
+        return jnp.take(table, token_ids, axis=0, mode="clip")
+
+    def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        out = _product(x, weight).astype(x.dtype)
+        return out if bias is None else out + bias
+
+    def logits(self, x: Any, weight: Any) -> Any:
+        return _product(x, weight)
+
+    def erf(self, x: Any) -> Any:
+        return lax.erf(x)
+
+    # ------------------------------------------------------------------ sampling
+
+    def top_k(self, x: Any, k: int) -> tuple[Any, Any]:
+        return lax.top_k(x, k)
+
+    def scatter(self, x: Any, ids: Any, values: Any) -> Any:
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        # A negative index would count from the end; one beyond the end is dropped.
+        return x.at[rows, jnp.where(ids < 0, x.shape[1], ids)].set(values, mode="drop")
+
+    def threshold(self, logits: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+        return filters.threshold(jnp, logits, top_k, top_p, min_p, repeat=_repeat)
+
+
+def _product(x: Any, weight: Any) -> jax.Array:
+    """[T, in] times the transposed [out, in] → float32 [T, out]."""
+    # A TPU multiplies float32 in bfloat16 unless told otherwise.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _repeat(times: int, body: Any, state: Any) -> Any:
+    """A compiler's loop: the filters' bisection unrolled is most of what a sampler takes to compile."""
+    return lax.fori_loop(0, times, lambda _, state: body(state), state)
+
+
+@jax.jit
+def _write(cache: PagedLayer, k: Any, v: Any, slots: Any) -> jax.Array:
+    """The cache with keys and values [T, K, D] at slots int32 [T] of its layer."""
+    layers, blocks, size, columns = cache.stack.shape
+    pairs = jnp.stack([k, v], axis=2).reshape(k.shape[0], columns).astype(cache.stack.dtype)
+    flat = cache.stack.reshape(layers * blocks * size, columns)
+    return flat.at[cache.layer * blocks * size + slots].set(pairs).reshape(cache.stack.shape)

@@ -1,0 +1,160 @@
+"""Gate: the real TPU compiler takes the plugin's programs, on a machine without a TPU. See README, "compiles".
+
+    python ci/tpu_compile.py --topology v6e --model llama-3.1-8b --tensor-parallel 1 --json report.json
+
+For one model on one kind of chip it compiles the step with the most tokens and the largest decode, with abstract
+weights, and checks what the compiler reports: the cache is donated (aliased byte for byte), each chip's memory holds
+it all, and the plan promised enough. Flops and bytes are recorded; the compiler counts the body of a loop once.
+
+It shows that the programs compile and fit, not that they are right or fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SKIPPED = 77
+"""Exit status where libtpu is not installed, as automake has it."""
+
+# Topology of one host, and HBM of a chip (tpu7x: of one of a chip's two devices) in GiB.
+CHIPS = {"v4": ("v4:2x2x1", 32), "v5e": ("v5e:2x2", 16), "v5p": ("v5p:2x2x1", 95), "v6e": ("v6e:2x2", 32),
+         "tpu7x": ("tpu7x:2x2x1", 96)}  # fmt: skip
+MODELS = {
+    "demo": {
+        "family": "llama", "vocab_size": 49152, "hidden_size": 576, "num_layers": 30, "num_heads": 9,
+        "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536, "norm_eps": 1e-5, "max_position": 8192,
+        "tie_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_layers": 32, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 14336, "norm_eps": 1e-5, "max_position": 131072,
+    },
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", choices=CHIPS, default="v6e")
+    parser.add_argument("--model", choices=MODELS, default="demo")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    for package in ("jax", "libtpu"):
+        if importlib.util.find_spec(package) is None:
+            print(f"skipped: {package} is not installed; pip install 'octavo[tpu]' brings it.")
+            return SKIPPED
+    # No chip is opened: constants are made on the CPU, and several gates may run side by side.
+    os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
+    from octavo.core.errors import OctavoError
+
+    try:
+        report = check(args)
+    except OctavoError as error:  # does not fit, or does not divide: the plan says so before anything is compiled
+        print(error)
+        return 1
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+    return 1 if report["faults"] else 0
+
+
+def check(args: argparse.Namespace) -> dict[str, Any]:
+    """Compiles and judges; "faults" in the result is empty where all is well."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from octavo.backends.tpu.backend import TpuBackend
+    from octavo.backends.tpu.cache import lower_movers, width
+    from octavo.backends.tpu.params import abstract_params
+    from octavo.backends.tpu.programs import Layout, lower_forward, lower_sampler
+    from octavo.core.backend import BackendConfig, Cache, StepLimits
+    from octavo.core.config import EngineConfig
+    from octavo.core.engine.memory import count_blocks
+    from octavo.testing.models import tiny_spec
+
+    topology, gib = CHIPS[args.topology]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[: args.tensor_parallel]
+    hbm = gib << 30
+
+    class Abstract(TpuBackend):
+        """The backend on chips that are not there."""
+
+        def device_memory(self) -> tuple[int, int]:
+            return hbm * len(devices), hbm * len(devices)
+
+    model = tiny_spec(dtype="bfloat16", **MODELS[args.model])
+    limits = StepLimits(args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens, 16)
+    backend = Abstract(BackendConfig("tpu"), devices)
+    plan = backend.memory(model, limits)
+    blocks = count_blocks(plan, limits, EngineConfig())
+    spec, mesh = backend.cache_spec(model, limits), backend.mesh
+    stack = jax.ShapeDtypeStruct(
+        (spec.num_layers, blocks, spec.block_size, width(spec)), jnp.dtype(spec.dtype), sharding=mesh.cache(model)
+    )
+    sampled = jax.ShapeDtypeStruct((limits.max_num_seqs + 1,), jnp.int32, sharding=mesh.replicated)
+    params = abstract_params(model, mesh, backend.dtype(model))
+    layout = Layout(model, backend.ops, mesh, params, Cache(stack, sampled), limits.max_num_seqs)
+
+    shapes = backend.constraints(model, limits).shapes()
+    wanted = {
+        "prefill": lambda: lower_forward(layout, max((s for s in shapes if not s.decode), key=lambda s: s[:4])),
+        "decode": lambda: lower_forward(layout, max((s for s in shapes if s.decode), key=lambda s: s[:4])),
+        "sampler": lambda: lower_sampler(layout, limits.max_num_seqs, shapes[-1].sampler),
+    }
+    wanted |= {f"{name} blocks": lambda low=low: low for name, low in lower_movers(stack, mesh.replicated).items()}
+    split = mesh.size if mesh.kv_split(model) else 1
+    cache_bytes = stack.size * stack.dtype.itemsize // split
+    faults, programs = [], {}
+    for name, lower in wanted.items():
+        start = time.monotonic()
+        compiled = lower().compile()
+        memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        used += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+        programs[name] = {
+            "seconds": round(time.monotonic() - start, 1),
+            "argument_bytes": memory.argument_size_in_bytes,
+            "aliased_bytes": memory.alias_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "code_bytes": memory.generated_code_size_in_bytes,
+            "bytes_used": used,
+            "flops": cost.get("flops"),
+            "bytes_accessed": cost.get("bytes accessed"),
+        }
+        if used > hbm:
+            faults.append(f"{name} takes {used} bytes of a chip's {hbm}")
+        if name in ("sampler", "read blocks"):
+            continue
+        if memory.alias_size_in_bytes != cache_bytes:
+            faults.append(f"{name} aliases {memory.alias_size_in_bytes} bytes; the cache has {cache_bytes}")
+        if memory.temp_size_in_bytes > plan.activations // mesh.size:
+            planned = plan.activations // mesh.size
+            faults.append(f"{name} needs {memory.temp_size_in_bytes} bytes of a chip besides; the plan says {planned}")
+    return {
+        "model": args.model,
+        "topology": topology,
+        "tensor_parallel": args.tensor_parallel,
+        "hbm_bytes": hbm,
+        "kv_blocks": blocks,
+        "cache_bytes_per_chip": cache_bytes,
+        "planned_weight_bytes": plan.weights,
+        "planned_activation_bytes": plan.activations,
+        "programs": programs,
+        "faults": faults,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The TPU plugin: what its probe reads, which device is chosen, and the programs it makes (on JAX's CPU)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from octavo.backends.tpu import TpuFactory
+from octavo.backends.tpu.probe import find_chips, unfit_libtpu
+from octavo.core import plugins
+from octavo.core.backend import BackendConfig, StepLimits
+from octavo.core.errors import ConfigError, DeviceError
+from octavo.core.step import dummy_step
+from octavo.testing import reference
+from octavo.testing.kit import DeviceCase, Kit
+from octavo.testing.models import tiny_spec
+from octavo.testing.numbers import assert_close
+from octavo.testing.simulator import Simulator
+
+LIMITS = StepLimits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, block_size=16)
+CASE = DeviceCase("tpu", options={"platform": "cpu"})
+DEEP = tiny_spec(num_layers=6)
+
+
+def jax():
+    return pytest.importorskip("jax")
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """Enough layers that they run as a compiler's loop, warmed up."""
+    jax()
+    return Kit(CASE).load(DEEP, LIMITS, 64, num_host_blocks=4, warm=True)
+
+
+# ------------------------------------------------------------------------------------------------ probing
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A host with two v5e chips and a network card of the same vendor."""
+    for number, device in enumerate(("0x0063", "0x0063", "0x0042")):
+        write(tmp_path / f"sys/bus/pci/devices/{number}", vendor="0x1ae0\n", device=device + "\n")
+    write(tmp_path, dev__vfio__0="", dev__vfio__vfio="")
+    return tmp_path
+
+
+def test_chips_are_found(host):
+    chips = find_chips(host)
+    assert (chips.count, chips.name, chips.memory_bytes, chips.reasons) == (2, "TPU v5e", 16 << 30, ())
+
+
+def test_no_chips(tmp_path):
+    write(tmp_path / "sys/bus/pci/devices/0", vendor="0x1ae0\n", device="0x0042\n")
+    assert "no TPU chip" in find_chips(tmp_path).reasons[0]
+
+
+def test_chips_out_of_a_containers_reach(host):
+    (host / "dev/vfio/0").unlink()
+    assert "give the container the devices" in find_chips(host).reasons[0]
+
+
+def test_chips_that_another_process_holds(host):
+    write(host, tmp__libtpu_lockfile="", proc__locks="")
+    assert find_chips(host).count == 2  # the file alone says nothing
+    lock = os.stat(host / "tmp/libtpu_lockfile")
+    where = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    write(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE 4321 {where} 0 EOF\n")
+    assert "process 4321" in find_chips(host).reasons[0]
+    write(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE {os.getpid()} {where} 0 EOF\n")
+    assert find_chips(host).count == 2
+
+
+@pytest.mark.parametrize("package", ["jax", "libtpu"])
+def test_a_missing_package_says_how_to_install_it(monkeypatch, host, package):
+    monkeypatch.setattr("octavo.backends.tpu.find_chips", lambda: find_chips(host))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else object())
+    probe = TpuFactory().probe()
+    assert all(d.stands_in for d in probe.devices)
+    assert f"needs {'JAX' if package == 'jax' else package}" in probe.reasons[0]
+    assert "pip install 'octavo[tpu]'" in probe.reasons[0]
+
+
+def test_a_libtpu_that_jax_does_not_want_is_remarked(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"', "numpy>=2"])
+    for have, remarks in (("0.0.42.1", 0), ("0.0.42", 0), ("0.0.421", 1), ("0.0.39", 1)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, have=have: have)
+        assert len(unfit_libtpu()) == remarks
+
+
+def test_real_chips_come_first(monkeypatch, host):
+    monkeypatch.setattr("octavo.backends.tpu.find_chips", lambda: find_chips(host))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("octavo.backends.tpu.unfit_libtpu", lambda: [])
+    devices = TpuFactory().probe().devices
+    assert [d.id for d in devices] == ["tpu", "tpu:cpu"]
+    assert devices[0].details == {"chips": "2"}
+    monkeypatch.setattr(plugins, "discover", lambda: [plugins.Found("tpu", TpuFactory(), TpuFactory().probe())])
+    assert plugins.select("auto")[1].id == plugins.select("tpu")[1].id == "tpu"
+    assert plugins.select("tpu", {"platform": "cpu"})[1].id == plugins.select("tpu:cpu")[1].id == "tpu:cpu"
+
+
+def test_nobody_gets_the_simulation_who_asked_for_a_tpu(monkeypatch, tmp_path):
+    monkeypatch.setattr("octavo.backends.tpu.find_chips", lambda: find_chips(tmp_path))
+    jax()
+    with pytest.raises(DeviceError, match=r"no TPU chip(.|\n)*--device tpu:cpu is JAX on the CPU"):
+        plugins.select("tpu")
+    assert plugins.select("auto")[0].name != "tpu"
+    assert plugins.select("tpu", {"platform": "cpu"})[1].id == "tpu:cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("tpu:cpu", {"platform": "gpu"}, "must be one of"),
+        ("tpu:cpu", {"platform": "tpu"}, "contradicts"),
+        ("tpu", {"platform": "cpu"}, "contradicts"),
+        ("tpu:cpu", {"tensor_parallel": "0"}, "tensor_parallel must be"),
+        ("tpu", {"cpu_devices": "2"}, "platform=cpu only"),
+        ("tpu:cpu", {"tensor_parallel": "64", "cpu_devices": "1"}, "needs 64 devices"),
+    ],
+)
+def test_senseless_options_are_refused(device, options, message):
+    jax()
+    with pytest.raises(ConfigError, match=message):
+        plugins.create(TpuFactory(), BackendConfig(device, options=options))
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+def test_a_compilers_loop_over_the_layers_computes_the_model(deep):
+    assert isinstance(deep.backend.params["layers"], dict)
+    text = np.random.default_rng(3).integers(0, DEEP.vocab_size, 50)
+    expected = reference.decoder(DEEP, deep.parameter, text)
+    simulator = Simulator(deep)
+    stream = simulator.open()
+    for low, high in ((0, 30), (30, 31), (31, 49), (49, 50)):
+        logits = simulator.logits([(stream, text[low:high].tolist())])
+        assert_close(logits[0], expected[high - 1], "float32", 32, f"tokens to {high}")
+
+
+def test_the_cache_is_updated_in_place(deep):
+    """Donated and taken: the bytes that each program aliases are at least the cache's."""
+    programs = deep.backend._compiler()
+    shapes = deep.backend.constraints(DEEP, LIMITS).shapes()
+    programs.compile([shapes[0], shapes[-1]])
+    for program in programs.forwards.values():
+        assert program.memory_analysis().alias_size_in_bytes == deep.backend.cache.layers.nbytes
+        assert program.memory_analysis().temp_size_in_bytes < 400 << 20
+
+
+def test_programs_are_forward_passes_plus_samplers(deep):
+    programs = deep.backend._compiler()
+    shapes = deep.backend.constraints(DEEP, LIMITS).shapes()
+    # Tokens 16, 32, 64 and one decode; four samplers for the one number of rows.
+    assert len(shapes) == 16
+    programs.compile(shapes)
+    assert (len(programs.forwards), len(programs.samplers)) == (4, 4)
+
+
+def test_nothing_compiles_after_warmup(deep):
+    """Counted where JAX compiles: steps of all shapes, copies, swaps."""
+    monitoring = jax().monitoring
+    compiled = []
+
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    monitoring.register_event_duration_secs_listener(count)
+    try:
+        backend = deep.backend
+        jax().jit(lambda x: x + len(compiled))(np.arange(3))
+        assert compiled  # the count works
+        compiled.clear()
+        for shape in backend.constraints(DEEP, LIMITS).shapes():
+            backend.collect(backend.submit(dummy_step(shape, LIMITS.max_num_seqs, 16)))
+        simulator = Simulator(deep, seed=5)
+        streams = [simulator.open() for _ in range(5)]
+        rng = np.random.default_rng(1)
+        for count_of in (1, 3, 5, 2, 4):
+            work = [(s, rng.integers(0, 199, int(rng.integers(1, 12))).tolist()) for s in streams[:count_of]]
+            simulator.run(work)
+            simulator.run([(s, [-1 - s.slot]) for s in streams[:count_of]])
+        for blocks in ([1], [1, 2, 3], list(range(1, 41))):
+            backend.copy_blocks(np.asarray(blocks[:20], np.int32), np.asarray(blocks[:20], np.int32) + 41)
+            backend.export_blocks(np.asarray(blocks, np.int32))
+        backend.swap_out(np.asarray([1, 2], np.int32), np.asarray([0, 3], np.int32))
+        backend.swap_in(np.asarray([3], np.int32), np.asarray([5], np.int32))
+        assert not compiled
+    finally:
+        monitoring.unregister_event_duration_listener(count)
+
+
+def test_shapes_that_cannot_occur_have_no_program():
+    jax()
+    constraints = TpuFactory().create(BackendConfig("tpu:cpu")).constraints(DEEP, StepLimits(4096, 256, 2048, 16))
+    shapes = constraints.shapes()
+    assert not [s for s in shapes if not s.decode and s.sequences > 8 and s.tokens <= s.sequences // 8]
+    assert [s for s in shapes if s.tokens == 2048 and s.sequences == 256]
+    programs = {s[:5] for s in shapes}
+    assert len(programs) <= 60
+
+
+CACHED = """
+import jax
+from octavo.testing.kit import Kit, DeviceCase
+from octavo.testing.models import tiny_spec
+from octavo.core.backend import StepLimits
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+case = DeviceCase("tpu", options={"platform": "cpu"})
+Kit(case).load(tiny_spec(num_layers=6), StepLimits(16, 8, 16, 16), 4, warm=True)
+print(len(hits))
+"""
+
+
+def test_programs_are_found_again_after_a_restart(tmp_path):
+    jax()
+    env = {**os.environ, "OCTAVO_CACHE": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    run = [sys.executable, "-c", CACHED]
+    first, second = (int(subprocess.run(run, env=env, capture_output=True, check=True).stdout) for _ in range(2))
+    assert first == 0
+    assert second >= 4
