@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from types import TracebackType
@@ -59,7 +59,7 @@ class LLM:
 
         config = _config(model, options)
         frontend = open_frontend(config)
-        with StartProgress() as progress:
+        with closing(StartProgress()) as progress:
             engine = build_engine(config, progress=progress, log=logger.info)
         self._set_up(engine, frontend, config.max_waiting)
 

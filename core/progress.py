@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from tqdm import tqdm
 
 
@@ -21,14 +19,6 @@ class StartProgress:
             self._phase = phase
             self._bar = tqdm(total=total, desc=phase, leave=False, disable=None)
         self._bar.update(done - self._bar.n)
-
-    def __enter__(self) -> StartProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Clears the line."""

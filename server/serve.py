@@ -141,7 +141,7 @@ class _Serving:
             self._task.cancel()
 
     async def _serve(self) -> int:
-        with StartProgress() as progress:
+        with contextlib.closing(StartProgress()) as progress:
             engine = await AsyncEngine.start(self._config, on_progress=progress, on_log=self._on_log)
         try:
             app = create_app(engine, self._options.server)

@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -136,7 +136,7 @@ def _error_text(status: int, body: bytes) -> str:
 
 
 async def _start(config: EngineConfig) -> AsyncEngine:
-    with StartProgress() as progress:
+    with closing(StartProgress()) as progress:
         return await AsyncEngine.start(config, on_progress=progress)
 
 
