@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigError
 
 
-def option(default: Any, text: str, flag: str | None = None, **more: Any) -> Any:
+def option(default: Any, text: str, **more: Any) -> Any:
     """A dataclass field that is also a command-line option.
 
     Args:
         default: its default.
         text: the option's help.
-        flag: the flag where it is not the field's name with dashes.
         more: `choices` (a tuple), `low` (least value), `unit` ("bytes": the flag takes 4GiB and the like).
     """
-    metadata = {"help": text, "flag": flag, **more}
+    metadata = {"help": text, **more}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def flag_of(f: Field[Any]) -> str:
+    """The command-line flag of a configuration field."""
+    return "--" + f.name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, low, choices = getattr(self, f.name), f.metadata.get("low"), f.metadata.get("choices")
-            flag = f.metadata.get("flag") or "--" + f.name.replace("_", "-")
+            flag = flag_of(f)
             if low is not None and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{flag} must be a whole number, not {value!r}.")
             if low is not None and value is not None and value < low:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ..core.config import EngineConfig
+from ..core.config import EngineConfig, flag_of
 
 _UNITS = {
     "": 1,
@@ -64,10 +64,6 @@ def parse_pairs(pairs: list[str], flag: str) -> dict[str, str]:
     return out
 
 
-def _flag(f: Field[Any]) -> str:
-    return f.metadata.get("flag") or "--" + f.name.replace("_", "-")
-
-
 def _default(f: Field[Any]) -> Any:
     return f.default if f.default_factory is MISSING else f.default_factory()
 
@@ -96,15 +92,15 @@ def _parameter(f: Field[Any], hint: Any) -> inspect.Parameter:
         optional = True
     elif f.metadata.get("choices"):
         annotation = _choices(f.name, f.metadata["choices"])
-        info = typer.Option(annotation(default), _flag(f), help=text)
+        info = typer.Option(annotation(default), flag_of(f), help=text)
     elif plain is bool:
-        info = typer.Option(default, f"{_flag(f)}/--no-{_flag(f)[2:]}", help=text)
+        info = typer.Option(default, f"{flag_of(f)}/--no-{flag_of(f)[2:]}", help=text)
     elif typing.get_origin(plain) is Mapping:
-        info, annotation, optional = typer.Option([], _flag(f), help=text, metavar="KEY=VALUE"), list[str], False
+        info, annotation, optional = typer.Option([], flag_of(f), help=text, metavar="KEY=VALUE"), list[str], False
     elif f.metadata.get("unit") == "bytes":
-        info = typer.Option(default, _flag(f), help=text, metavar="BYTES", parser=parse_bytes)
+        info = typer.Option(default, flag_of(f), help=text, metavar="BYTES", parser=parse_bytes)
     else:
-        info = typer.Option(default, _flag(f), help=text, min=low)
+        info = typer.Option(default, flag_of(f), help=text, min=low)
     if optional:
         annotation = annotation | None
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
@@ -124,7 +120,7 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
         if isinstance(value, Enum):
             value = value.value
         elif isinstance(value, list):
-            value = parse_pairs(value, _flag(f))
+            value = parse_pairs(value, flag_of(f))
         out[f.name] = value
     return EngineConfig(**out)
 

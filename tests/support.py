@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import array_api_compat.numpy
@@ -79,6 +80,14 @@ def sampling_input(rows: int, adjust: int = 0, **given: Any) -> SamplingInput:
             for name, (value, dtype, shape) in defaults.items()
         )
     )
+
+
+def write_tree(root: Path, **files: str) -> None:
+    """Writes files under a folder: proc__meminfo="..." becomes proc/meminfo."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def chi_square_limit(degrees: int, z: float = 4.0) -> float:

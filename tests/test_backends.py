@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from support import write_tree
 
 from octavo.backends.cpu import CpuFactory
 from octavo.backends.cpu.cpuinfo import CpuInfo, cpu_info
@@ -95,16 +96,9 @@ def test_cpu_info_of_linux(tmp_path):
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def write(root, **files):
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 @pytest.fixture
 def root(tmp_path):
-    write(tmp_path, proc__meminfo="MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n")
+    write_tree(tmp_path, proc__meminfo="MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n")
     return tmp_path
 
 
@@ -113,7 +107,7 @@ def test_memory_of_the_machine(root):
 
 
 def test_memory_in_a_group_of_version_2(root):
-    write(root, proc__self__cgroup="0::/a/b\n")
+    write_tree(root, proc__self__cgroup="0::/a/b\n")
     base = root / "sys/fs/cgroup"
     for group, limit in (("a/b", "max"), ("a", "500000")):
         (base / group).mkdir(parents=True, exist_ok=True)
@@ -124,7 +118,7 @@ def test_memory_in_a_group_of_version_2(root):
 
 
 def test_memory_in_a_group_of_version_1(root):
-    write(root, proc__self__cgroup="5:cpu:/x\n4:memory,foo:/not/visible\n")
+    write_tree(root, proc__self__cgroup="5:cpu:/x\n4:memory,foo:/not/visible\n")
     base = root / "sys/fs/cgroup/memory"
     base.mkdir(parents=True)
     (base / "memory.limit_in_bytes").write_text("600000")

@@ -53,6 +53,14 @@ def test_the_advice_for_utilization_works():
         count_blocks(plan(), LIMITS, EngineConfig(kv_cache_memory=1 << 20))
 
 
+def test_a_share_that_is_not_free_is_refused_rather_than_cut():
+    with pytest.raises(OutOfMemoryError) as caught:
+        count_blocks(plan(), LIMITS, EngineConfig(memory_utilization=0.95))
+    advised = float(re.search(r"At most (\S+) would fit", str(caught.value)).group(1))
+    assert advised == 0.9
+    assert count_blocks(plan(), LIMITS, EngineConfig(memory_utilization=advised)) > 1
+
+
 def test_the_advice_for_the_context_length_works():
     blocks = 101
     with pytest.raises(OutOfMemoryError) as caught:

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from support import write_tree
 
 from octavo.backends.tpu import TpuFactory
 from octavo.backends.tpu.probe import find_chips, unfit_libtpu
@@ -40,19 +41,12 @@ def deep():
 # ------------------------------------------------------------------------------------------------ probing
 
 
-def write(root, **files):
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 @pytest.fixture
 def host(tmp_path):
     """A host with two v5e chips and a network card of the same vendor."""
     for number, device in enumerate(("0x0063", "0x0063", "0x0042")):
-        write(tmp_path / f"sys/bus/pci/devices/{number}", vendor="0x1ae0\n", device=device + "\n")
-    write(tmp_path, dev__vfio__0="", dev__vfio__vfio="")
+        write_tree(tmp_path / f"sys/bus/pci/devices/{number}", vendor="0x1ae0\n", device=device + "\n")
+    write_tree(tmp_path, dev__vfio__0="", dev__vfio__vfio="")
     return tmp_path
 
 
@@ -62,7 +56,7 @@ def test_chips_are_found(host):
 
 
 def test_no_chips(tmp_path):
-    write(tmp_path / "sys/bus/pci/devices/0", vendor="0x1ae0\n", device="0x0042\n")
+    write_tree(tmp_path / "sys/bus/pci/devices/0", vendor="0x1ae0\n", device="0x0042\n")
     assert "no TPU chip" in find_chips(tmp_path).reasons[0]
 
 
@@ -72,13 +66,13 @@ def test_chips_out_of_a_containers_reach(host):
 
 
 def test_chips_that_another_process_holds(host):
-    write(host, tmp__libtpu_lockfile="", proc__locks="")
+    write_tree(host, tmp__libtpu_lockfile="", proc__locks="")
     assert find_chips(host).count == 2  # the file alone says nothing
     lock = os.stat(host / "tmp/libtpu_lockfile")
     where = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    write(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE 4321 {where} 0 EOF\n")
+    write_tree(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE 4321 {where} 0 EOF\n")
     assert "process 4321" in find_chips(host).reasons[0]
-    write(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE {os.getpid()} {where} 0 EOF\n")
+    write_tree(host, proc__locks=f"1: FLOCK  ADVISORY  WRITE {os.getpid()} {where} 0 EOF\n")
     assert find_chips(host).count == 2
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..backend import MemoryPlan, StepLimits
 from ..config import EngineConfig
 from ..errors import OutOfMemoryError
@@ -39,6 +41,12 @@ def count_blocks(plan: MemoryPlan, limits: StepLimits, config: EngineConfig) -> 
             )
     else:
         share = plan.default_utilization if config.memory_utilization is None else config.memory_utilization
+        if config.memory_utilization is not None and plan.total * share > plan.available:
+            free = math.floor(100 * plan.available / plan.total) / 100
+            raise OutOfMemoryError(
+                f"--memory-utilization {share} asks for {size_text(plan.total * share)}, and "
+                f"{size_text(plan.available)} of {size_text(plan.total)} are free. At most {free} would fit; or free memory."
+            )
         room = int(min(plan.total * share, plan.available)) - fixed
         if config.memory_utilization is None:
             one_sequence = (limits.max_blocks + 1) * plan.block_bytes
