@@ -45,7 +45,8 @@ def count_blocks(plan: MemoryPlan, limits: StepLimits, config: EngineConfig) -> 
             free = math.floor(100 * plan.available / plan.total) / 100
             raise OutOfMemoryError(
                 f"--memory-utilization {share} asks for {size_text(plan.total * share)}, and "
-                f"{size_text(plan.available)} of {size_text(plan.total)} are free. At most {free} would fit; or free memory."
+                f"{size_text(plan.available)} of {size_text(plan.total)} are free. "
+                f"At most {free} would fit; or free memory."
             )
         room = int(min(plan.total * share, plan.available)) - fixed
         if config.memory_utilization is None:
