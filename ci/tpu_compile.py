@@ -101,7 +101,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     blocks = count_blocks(plan, limits, EngineConfig())
     spec, mesh = backend.cache_spec(model, limits), backend.mesh
     stack = jax.ShapeDtypeStruct(
-        (spec.num_layers, blocks, spec.block_size, width(spec)), jnp.dtype(spec.dtype), sharding=mesh.cache(model)
+        (spec.num_layers, blocks, spec.block_size, width(spec)), jnp.dtype(spec.dtype), sharding=mesh.cache
     )
     sampled = jax.ShapeDtypeStruct((limits.max_num_seqs + 1,), jnp.int32, sharding=mesh.replicated)
     params = abstract_params(model, mesh, backend.dtype(model))
@@ -114,8 +114,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         "sampler": lambda: lower_sampler(layout, limits.max_num_seqs, shapes[-1].sampler),
     }
     wanted |= {f"{name} blocks": lambda low=low: low for name, low in lower_movers(stack, mesh.replicated).items()}
-    split = mesh.size if mesh.kv_split(model) else 1
-    cache_bytes = stack.size * stack.dtype.itemsize // split
+    cache_bytes = stack.size * stack.dtype.itemsize // mesh.size
     faults, programs = [], {}
     for name, lower in wanted.items():
         start = time.monotonic()

@@ -26,7 +26,7 @@ class StepContext(NamedTuple):
     """What every op of a step may need.
 
     Attributes:
-        model: the model.
+        model: the model as it is computed, see `Ops.local_model`.
         shape: the step's static shape.
         inputs: the step's arrays, on the device.
         plan: what `Ops.plan` made for this step.
@@ -83,6 +83,17 @@ class Ops(ABC):
         Returns:
             [T, H, D] in q's dtype. Padded tokens have any finite value.
         """
+
+    # ------------------------------------------------------------------ the model as it is computed
+
+    def local_model(self, model: ModelSpec) -> ModelSpec:
+        """The model whose heads these ops see. Default: the model itself.
+
+        A backend that spreads a model over devices may have more heads (padded until they divide) or fewer (one
+        process's share) than the model has. `load` has shaped the parameters for it. Logits beyond the model's
+        vocabulary are cut off by the forward pass. Applied to its own result it changes nothing.
+        """
+        return model
 
     # ------------------------------------------------------------------ per step
 

@@ -90,6 +90,11 @@ class Loaded:
         return self.backend.ops
 
     @property
+    def local(self) -> ModelSpec:
+        """The model as the ops see it."""
+        return self.ops.local_model(self.model)
+
+    @property
     def wide(self) -> str:
         """The name of the dtype of norms and logits."""
         return "float64" if self.ops.wide == self.backend.xp.float64 else "float32"
@@ -124,9 +129,8 @@ class Loaded:
         inputs = map_arrays(self.backend.from_host, step.inputs)
         inv_freq = self.backend.from_host(np.asarray(self.model.rope.inv_freq, np.float32))
         cos, sin = self.ops.rotary_table(inv_freq, inputs.positions, self.model.rope.attention_factor)
-        return StepContext(
-            self.model, step.shape, inputs, self.ops.plan(self.model, step.shape, inputs, self.backend.cache), cos, sin
-        )
+        plan = self.ops.plan(self.local, step.shape, inputs, self.backend.cache)
+        return StepContext(self.local, step.shape, inputs, plan, cos, sin)
 
     def write(self, slots: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int = 0) -> None:
         """Writes keys and values [T, K, D] into slots [T] of a layer's cache, through the backend's op."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -56,16 +55,13 @@ def cut(inputs: StepInput, tokens: int) -> Tiles:
     return Tiles(sequence, ((tile - before) * size).astype(jnp.int32), ends[-1])
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "kv_heads"))
 def decode(
-    q: Any, cache: PagedLayer, tables: Any, seq_lens: Any, *, scale: float, window: int | None, kv_heads: int
+    q: Any, cache: PagedLayer, inputs: StepInput, plan: None, *, scale: float, window: int | None, kv_heads: int
 ) -> Any:
-    """The last token of each sequence: [S, H, D], block tables [S, B], lengths [S] → [S, H, D]; 0 where length is 0."""
-    positions = seq_lens[:, None] - 1
-    return _attend(q[:, None], positions, cache, tables, seq_lens, scale, window, kv_heads)[:, 0]
+    """A step in which every sequence has one token: [S, H, D] → [S, H, D]; 0 for padded sequences."""
+    return _last(q, cache, inputs.block_tables, inputs.seq_lens, scale, window, kv_heads)
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "kv_heads"))
 def mixed(
     q: Any, cache: PagedLayer, inputs: StepInput, tiles: Tiles, *, scale: float, window: int | None, kv_heads: int
 ) -> Any:
@@ -91,16 +87,14 @@ def mixed(
 
     out = lax.fori_loop(0, tiles.count, tile, jnp.zeros_like(queries))[:tokens]
     single = counts == 1
-    alone = decode(
-        jnp.take(q, start, axis=0, mode="clip"),
-        cache,
-        inputs.block_tables,
-        jnp.where(single, inputs.seq_lens, 0),
-        scale=scale,
-        window=window,
-        kv_heads=kv_heads,
-    )
+    last = jnp.take(q, start, axis=0, mode="clip")
+    alone = _last(last, cache, inputs.block_tables, jnp.where(single, inputs.seq_lens, 0), scale, window, kv_heads)
     return out.at[jnp.where(single, start, tokens)].set(alone, mode="drop")
+
+
+def _last(q: Any, cache: PagedLayer, tables: Any, lengths: Any, scale: float, window: int | None, kv_heads: int) -> Any:
+    """The last token of each sequence: [S, H, D], int32 [S, B], int32 [S] → [S, H, D]; 0 where the length is 0."""
+    return _attend(q[:, None], lengths[:, None] - 1, cache, tables, lengths, scale, window, kv_heads)[:, 0]
 
 
 def _attend(

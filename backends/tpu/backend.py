@@ -25,10 +25,10 @@ from ...core.models.weights import HostTensor
 from ...core.step import Step, StepOutput, StepShape, dummy_step, map_arrays
 from ..host import host_memory
 from .attend import PIECE_BYTES
-from .cache import BlockMover, block_bytes, width
+from .cache import BlockMover, padded_width, width
 from .mesh import DeviceMesh, put
 from .ops import TpuOps
-from .params import host_array, load_params
+from .params import load_params, place
 from .programs import Layout, Program, Programs
 from .shapes import step_constraints
 
@@ -47,7 +47,7 @@ class TpuBackend(Backend):
             self.default_utilization, self.default_cache_share = 0.8, 0.2
         self.mesh = DeviceMesh(devices)
         self.xp = jnp
-        self.ops = TpuOps()
+        self.ops = TpuOps(self.mesh)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(dtypes=DTYPES, kv_dtypes=DTYPES, block_sizes=(16, 32, 64, 128))
@@ -68,23 +68,27 @@ class TpuBackend(Backend):
             available += stats["bytes_limit"] - stats["bytes_in_use"]
         return total, available
 
+    def cache_spec(self, model: ModelSpec, limits: StepLimits) -> CacheSpec:
+        """With the heads and the head width that padding gives."""
+        spec = super().cache_spec(model, limits)
+        heads = self.mesh.padding(model).spec.num_kv_heads
+        return replace(spec, num_kv_heads=heads, head_dim=padded_width(model.head_dim))
+
     def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
-        self.mesh.check(model)
-        plan = super().memory(model, limits)
-        spec, copies = self.cache_spec(model, limits), self.mesh.size
-        split = copies if self.mesh.kv_split(model) else 1
+        padding, copies = self.mesh.padding(model), self.mesh.size
+        plan = super().memory(padding.spec, limits)
+
+        def size(param: ParamSpec) -> int:
+            """Bytes of a parameter on all devices."""
+            each = 4 if param.kind == "table" else DTYPE_BYTES[self.dtype(model)]
+            return param.size * each * (1 if param.shard else copies)
+
         return replace(
             plan,
-            weights=sum(self._bytes(model, p) for p in model_params(model)),
+            weights=sum(map(size, model_params(padding.spec))),
             # Each device computes every token; gathered keys and values, converted, and scores and products with them.
             activations=(plan.activations + 4 * PIECE_BYTES) * copies,
-            block_bytes=block_bytes(spec, not self._on_host, split) * (copies // split),
         )
-
-    def _bytes(self, model: ModelSpec, param: ParamSpec) -> int:
-        """Of one parameter on all devices."""
-        size = param.size * (4 if param.kind == "table" else DTYPE_BYTES[self.dtype(model)])
-        return size if self.mesh.is_split(model, param) else size * self.mesh.size
 
     # Arrays
 
@@ -95,20 +99,18 @@ class TpuBackend(Backend):
         return np.asarray(array)
 
     def place(self, param: ParamSpec, value: HostTensor) -> jax.Array:
-        dtype = self.dtype(self.model)
-        return put(host_array(param, value, dtype), self.mesh.param(self.model, param))
+        return place(self.mesh, self.model, param, value, self.dtype(self.model))
 
     # The model and its cache
 
     def load(self, model: ModelSpec, weights: WeightSource, progress: Callable[[int, int], None] | None = None) -> None:
-        self.mesh.check(model)
         self.model = model
         self.params = load_params(model, weights, self.mesh, self.dtype(model), progress)
 
     def new_layers(self, spec: CacheSpec, num_blocks: int) -> jax.Array:
         shape = (spec.num_layers, num_blocks, spec.block_size, width(spec))
         try:
-            stack = jnp.zeros(shape, jnp.dtype(spec.dtype), device=self.mesh.cache(self.model)).block_until_ready()
+            stack = jnp.zeros(shape, jnp.dtype(spec.dtype), device=self.mesh.cache).block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

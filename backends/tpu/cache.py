@@ -1,8 +1,8 @@
 """The paged KV cache on JAX: one array for all layers, and moving its blocks about.
 
 The array is [layers, blocks, block size, W] with W = K × 2 × D: key and value of a head side by side, so a mesh
-splits W by heads. A TPU keeps the last two axes in tiles of 8 × 128 (16 × 128 for 16-bit numbers); blocks of 16
-tokens fill them, and W does when it is a multiple of 128, whereas a D of 64 as the last axis would waste half.
+splits W by heads. A TPU keeps the last two axes in tiles of 8 × 128 (16 × 128 for 16-bit numbers). Blocks of 16 tokens
+fill them, and W does because D is padded to 64 or to a multiple of 128: nothing is lost to tiles.
 
 All layers are in one array because a compiler's loop over layers can then carry it and update it in place; separate
 arrays would have to be stacked and unstacked around the loop, which copies the cache in every step.
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.backend import CacheSpec
-from ...core.models.spec import DTYPE_BYTES
 
 MOVED = 32
 """Blocks moved per call of a compiled mover; more take several calls, fewer are padded."""
@@ -36,23 +35,14 @@ class PagedLayer(NamedTuple):
     layer: Any
 
 
+def padded_width(head_dim: int) -> int:
+    """D in the cache: a head's key and value together fill whole rows of tiles."""
+    return 64 if head_dim <= 64 else -(-head_dim // 128) * 128
+
+
 def width(spec: CacheSpec) -> int:
     """W: numbers per token and layer."""
     return 2 * spec.num_kv_heads * spec.head_dim
-
-
-def block_bytes(spec: CacheSpec, tiled: bool, shards: int) -> int:
-    """Bytes of one block over all layers and all devices.
-
-    Args:
-        tiled: whether the device pads the last two axes to tiles.
-        shards: devices over which W is split.
-    """
-    rows, columns = spec.block_size, width(spec) // shards
-    if tiled:
-        sublanes = 32 // DTYPE_BYTES[spec.dtype]
-        rows, columns = -(-rows // sublanes) * sublanes, -(-columns // 128) * 128
-    return spec.num_layers * rows * columns * shards * DTYPE_BYTES[spec.dtype]
 
 
 def read_blocks(stack: Any, blocks: Any) -> Any:

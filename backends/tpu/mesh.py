@@ -2,74 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...core.errors import ConfigError
 from ...core.models.spec import ModelSpec, ParamSpec
+from .padding import Padding, pad, split_axis
 
 AXIS = "tp"
-# Which axis of a parameter is split, by what the model says of it.
-_SPLIT = {"column": 0, "vocab": 0, "row": -1}
 
 
 class DeviceMesh:
-    """The devices of one backend.
+    """The devices of one backend. Models are padded so that everything that is split divides over them.
 
     Attributes:
         size: devices.
         replicated: the sharding of what every device has in full.
+        cache: the sharding of the KV cache: by heads.
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
         self._mesh = Mesh(np.asarray(devices), (AXIS,))
         self.size = len(devices)
         self.replicated = self._sharding()
+        self.cache = self._sharding(None, None, None, AXIS)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*axes))
 
-    def check(self, model: ModelSpec) -> None:
-        """Raises ConfigError when the model cannot be split over so many devices."""
-        for what, count in (("attention heads", model.num_heads), ("MLP columns", model.intermediate_size)):
-            if count % self.size:
-                fits = [n for n in range(1, self.size) if not model.num_heads % n and not model.intermediate_size % n]
-                raise ConfigError(
-                    f"tensor_parallel={self.size} does not divide the model's {count} {what}; "
-                    f"{', '.join(map(str, fits))} would."
-                )
+    def padding(self, model: ModelSpec) -> Padding:
+        """How the model is padded on this mesh."""
+        return pad(model, self.size)
 
-    def kv_split(self, model: ModelSpec) -> bool:
-        """Whether key/value heads are split; where they do not divide, every device has all of them."""
-        return model.num_kv_heads % self.size == 0
-
-    def param(self, model: ModelSpec, param: ParamSpec, stacked: bool = False) -> NamedSharding:
+    def param(self, param: ParamSpec, stacked: bool = False) -> NamedSharding:
         """Where a parameter lies.
 
         Args:
             stacked: whether the array has an axis of layers before the parameter's own.
         """
-        lead = (None,) if stacked else ()
-        if not self.is_split(model, param):
-            return self._sharding(*lead)
         axes: list[str | None] = [None] * len(param.shape)
-        axes[_SPLIT[param.shard or ""]] = AXIS
-        return self._sharding(*lead, *axes)
+        if param.shard is not None:
+            axes[split_axis(param)] = AXIS
+        return self._sharding(*((None,) if stacked else ()), *axes)
 
-    def is_split(self, model: ModelSpec, param: ParamSpec) -> bool:
-        """Whether each device has only its part: not for keys and values that do not divide, nor such vocabularies."""
-        name = param.path.rpartition(".")[2].removesuffix("_bias")
-        if param.shard is None or (name in ("k", "v") and not self.kv_split(model)):
-            return False
-        return param.shape[_SPLIT[param.shard]] % self.size == 0
+    def per_device(self, function: Callable[..., Any], split: Any, out: PartitionSpec) -> Callable[..., Any]:
+        """The function as each device runs it on its part.
 
-    def cache(self, model: ModelSpec) -> NamedSharding:
-        """Where the KV cache lies: split by heads."""
-        return self._sharding(None, None, None, AXIS) if self.kv_split(model) else self.replicated
+        What computes on heads is written for one device: no compiler has to find out how to divide a gather over
+        blocks, or a kernel, which it cannot look into.
+
+        Args:
+            split: how each argument is split, as a tuple of PartitionSpec.
+            out: how the result is.
+        """
+        return jax.shard_map(function, mesh=self._mesh, in_specs=split, out_specs=out, check_vma=False)
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

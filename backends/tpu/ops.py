@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ...core.models.spec import ModelSpec
 from ...core.ops import Body, Ops, StepContext
 from ...core.sampling import filters
 from ...core.step import Cache, StepInput, StepShape
 from . import attend
-from .cache import PagedLayer
+from .cache import PagedLayer, padded_width
+from .mesh import AXIS, DeviceMesh
+
+# How arrays lie on the mesh, as seen by what runs per device.
+_WHOLE = PartitionSpec()
+_HEADS = PartitionSpec(None, AXIS, None)
+_CACHE = PagedLayer(PartitionSpec(None, None, None, AXIS), _WHOLE)
 
 
 class TpuOps(Ops):
-    """jax.numpy. `Cache.layers` is one array for all layers, see `cache.py`."""
+    """jax.numpy. `Cache.layers` is one array for all layers, see `cache.py`; each device has its heads of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(jnp)
+        self._mesh = mesh
+        self._write = jax.jit(mesh.per_device(_write, (_CACHE, _HEADS, _HEADS, _WHOLE), _CACHE.stack))
+        self._attend = cache(self._attend_with)
+
+    def local_model(self, model: ModelSpec) -> ModelSpec:
+        return self._mesh.padding(model).spec
 
     # ------------------------------------------------------------------ the paged cache
 
@@ -29,14 +42,22 @@ class TpuOps(Ops):
         return None if shape.decode else attend.cut(inputs, shape.tokens)
 
     def write_cache(self, cache: PagedLayer, k: Any, v: Any, ctx: StepContext) -> PagedLayer:
-        return PagedLayer(_write(cache, k, v, ctx.inputs.slot_mapping), cache.layer)
+        stack = self._write(cache, _widen(k), _widen(v), ctx.inputs.slot_mapping)
+        return PagedLayer(stack, cache.layer)
 
     def attention(self, q: Any, k: Any, v: Any, cache: PagedLayer, ctx: StepContext, window: int | None) -> Any:
-        inputs = ctx.inputs
-        common = partial(dict, scale=ctx.model.scale, window=window, kv_heads=ctx.model.num_kv_heads)
-        if ctx.shape.decode:
-            return attend.decode(q, cache, inputs.block_tables, inputs.seq_lens, **common())
-        return attend.mixed(q, cache, inputs._replace(sampling=None), ctx.plan, **common())
+        run = self._attend(ctx.shape.decode, ctx.model.scale, window, ctx.model.num_kv_heads)
+        return run(_widen(q), cache, ctx.inputs._replace(sampling=None), ctx.plan)[..., : ctx.model.head_dim]
+
+    def _attend_with(self, decode: bool, scale: float, window: int | None, kv_heads: int) -> Any:
+        """(q, cache, inputs, plan) → output, for all devices."""
+        run = partial(
+            attend.decode if decode else attend.mixed,
+            scale=scale,
+            window=window,
+            kv_heads=kv_heads // self._mesh.size,
+        )
+        return jax.jit(self._mesh.per_device(run, (_HEADS, _CACHE, _WHOLE, _WHOLE), _HEADS))
 
     def layer_cache(self, caches: Any, index: int) -> PagedLayer:
         return PagedLayer(caches, index)
@@ -100,7 +121,11 @@ def _repeat(times: int, body: Any, state: Any) -> Any:
     return lax.fori_loop(0, times, lambda _, state: body(state), state)
 
 
-@jax.jit
+def _widen(x: Any) -> Any:
+    """[T, heads, D] → [T, heads, D as in the cache], zeros beyond D."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padded_width(x.shape[2]) - x.shape[2])))
+
+
 def _write(cache: PagedLayer, k: Any, v: Any, slots: Any) -> jax.Array:
     """The cache with keys and values [T, K, D] at slots int32 [T] of its layer."""
     layers, blocks, size, columns = cache.stack.shape

@@ -19,7 +19,8 @@ def forward(
     ids = inputs.token_ids
     ids = xp.where(ids < 0, xp.take(cache.sampled, xp.clip(-1 - ids, min=0), axis=0), ids)
     cos, sin = ops.rotary_table(params["rope_inv_freq"], inputs.positions, model.rope.attention_factor)
-    ctx = StepContext(model, shape, inputs, ops.plan(model, shape, inputs, cache), cos, sin)
+    local = ops.local_model(model)
+    ctx = StepContext(local, shape, inputs, ops.plan(local, shape, inputs, cache), cos, sin)
 
     def body(x: Any, layer: Any, layer_cache: Any, index: int) -> tuple[Any, Any]:
         x, layer_cache = ops.attention_block(x, layer, layer_cache, ctx, model.sliding_window[index])
@@ -29,7 +30,7 @@ def forward(
     x, layers = ops.layers(body, x, params["layers"], cache.layers)
     rows = ops.rms_norm(xp.take(x, inputs.logits_rows, axis=0), params["norm"], model.norm_eps)
     logits = ops.logits(rows, params["embed"] if model.tie_embeddings else params["lm_head"])
-    return cache._replace(layers=layers), logits
+    return cache._replace(layers=layers), logits[:, : model.vocab_size]
 
 
 def step(

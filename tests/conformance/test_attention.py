@@ -50,7 +50,7 @@ def load(kit, heads, kv_heads, head_dim, block_size):
 def poison(loaded, rng):
     """NaN and infinities in every slot, those of the null block included."""
     slots = np.arange(NUM_BLOCKS * loaded.limits.block_size)
-    shape = (len(slots), loaded.model.num_kv_heads, loaded.model.head_dim)
+    shape = (len(slots), loaded.local.num_kv_heads, loaded.local.head_dim)
     loaded.write(slots, *rng.choice([np.nan, np.inf, -np.inf], (2, *shape)))
 
 
@@ -61,7 +61,7 @@ def check(loaded, batch, window, seed=0, padding=0):
         padding: how many tokens and sequences, and a block, the shape has beyond what the batch needs.
     """
     rng = np.random.default_rng(seed)
-    m, size = loaded.model, loaded.limits.block_size
+    m, size = loaded.local, loaded.limits.block_size
     if window is not None and not loaded.backend.capabilities().attention.sliding_window:
         pytest.skip("the device has no sliding window")
     pool = Pool(NUM_BLOCKS, seed)

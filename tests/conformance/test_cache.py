@@ -29,7 +29,7 @@ def everything(loaded):
 
 def fill(loaded, rng):
     """Random numbers in every slot of every layer; returns them as [layers, 2, slots, K, D]."""
-    m, slots = loaded.model, NUM_BLOCKS * loaded.limits.block_size
+    m, slots = loaded.local, NUM_BLOCKS * loaded.limits.block_size
     values = rng.standard_normal((m.num_layers, 2, slots, m.num_kv_heads, m.head_dim))
     for layer in range(m.num_layers):
         loaded.write(np.arange(slots), *values[layer], layer=layer)
