@@ -42,6 +42,33 @@ def test_greedy_tokens_equal_transformers(llm: LLM, reference: Reference) -> Non
     assert llm.stats().prefix_hits > before
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_tensor_parallel_changes_nothing(devices: int, reference: Reference) -> None:
+    """9 query and 3 key/value heads, padded to 12 and 4; chunks, the prefix cache, and preemption by swap."""
+    pytest.importorskip("jax")
+    prompts = [reference.prompts[i] for i in (2, 7, 8)]
+    params = GREEDY.replaced(max_tokens=40)
+    block_bytes = 2 * 30 * 4 * 64 * 4 * 16
+    with LLM(
+        device="tpu:cpu",
+        backend_option={"tensor_parallel": str(devices), "cpu_devices": "4"},
+        dtype="float32",
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        kv_cache_memory=11 * block_bytes,
+        swap_space=64 << 20,
+    ) as llm:
+        first = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+        for prompt, output in zip(prompts, first, strict=True):
+            assert len(output) == 40
+            reference.check_greedy(prompt, output)
+        again = llm.generate(prompts[-1:], params, use_tqdm=False)
+        assert list(again[0].outputs[0].token_ids) == first[-1]
+        assert llm.stats().preemptions > 0
+        assert llm.stats().prefix_hits > 0
+
+
 def test_nothing_compiles_once_the_engine_is_ready(llm: LLM, reference: Reference) -> None:
     """All kinds of sampling, lengths and numbers of requests, with copies on write; counted where JAX compiles."""
     import jax
