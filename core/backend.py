@@ -329,6 +329,7 @@ class MemoryPlan:
         default_utilization: the share of `total` to use when neither `--memory-utilization` nor
             `--kv-cache-memory` is given.
         default_cache_share: the most of `total` that the KV cache takes then, unless one sequence needs more.
+        remedy: what else would make room on this backend, a sentence for errors, such as more chips; or "".
     """
 
     total: int
@@ -338,6 +339,7 @@ class MemoryPlan:
     block_bytes: int
     default_utilization: float = 0.9
     default_cache_share: float = 1.0
+    remedy: str = ""
 
 
 # ------------------------------------------------------------------------------------------------ backend

@@ -14,7 +14,9 @@ from octavo.backends.tpu import TpuFactory
 from octavo.backends.tpu.probe import find_chips, unfit_libtpu
 from octavo.core import plugins
 from octavo.core.backend import BackendConfig, StepLimits
-from octavo.core.errors import ConfigError, DeviceError
+from octavo.core.config import EngineConfig
+from octavo.core.engine.memory import count_blocks
+from octavo.core.errors import ConfigError, DeviceError, OutOfMemoryError
 from octavo.core.step import dummy_step
 from octavo.testing import reference
 from octavo.testing.kit import DeviceCase, Kit
@@ -229,3 +231,61 @@ def test_programs_are_found_again_after_a_restart(tmp_path):
     first, second = (int(subprocess.run(run, env=env, capture_output=True, check=True).stdout) for _ in range(2))
     assert first == 0
     assert second >= 4
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+class Chip:
+    """What JAX says of a chip's memory."""
+
+    platform = "tpu"
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+    def __str__(self):
+        return "TpuDevice(id=0)"
+
+
+class Chips(TpuFactory):
+    """A backend on chips that are not there, for what needs no computing."""
+
+    def __init__(self, *stats):
+        self.chips = [Chip(s) for s in stats]
+
+    def create(self, config):
+        from octavo.backends.tpu.backend import TpuBackend
+
+        return TpuBackend(config, self.chips)
+
+
+LLAMA_8B = tiny_spec(
+    vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    intermediate_size=14336, dtype="bfloat16", max_position=131072,
+)  # fmt: skip
+V5E = {"bytes_limit": 16 << 30, "bytes_in_use": 1 << 30}
+
+
+def test_memory_is_that_of_all_chips():
+    jax()
+    assert Chips(V5E, V5E).create(BackendConfig("tpu")).device_memory() == (32 << 30, 30 << 30)
+
+
+@pytest.mark.parametrize("stats", [None, {}])
+def test_a_chip_that_does_not_tell_its_memory(stats):
+    jax()
+    with pytest.raises(DeviceError, match=r"TpuDevice\(id=0\) does not say how much memory it has"):
+        Chips(stats).create(BackendConfig("tpu")).device_memory()
+
+
+def test_a_model_too_big_for_the_mesh_says_how_many_chips_would_hold_it():
+    """And with so many it fits."""
+    jax()
+    limits = StepLimits(8192, 64, 1024, 16)
+    with pytest.raises(OutOfMemoryError, match=r"tensor_parallel=2\."):
+        count_blocks(Chips(V5E).create(BackendConfig("tpu")).memory(LLAMA_8B, limits), limits, EngineConfig())
+    plan = Chips(V5E, V5E).create(BackendConfig("tpu")).memory(LLAMA_8B, limits)
+    assert count_blocks(plan, limits, EngineConfig()) > limits.max_blocks
+    # 8.03e9 parameters of 2 bytes; every chip has its own norms and rotary table, and nothing else twice.
+    assert 2 * 8.03e9 < plan.weights < 2 * 8.04e9

@@ -19,7 +19,7 @@ from ...core.backend import (
     StepLimits,
     WeightSource,
 )
-from ...core.errors import OutOfMemoryError
+from ...core.errors import DeviceError, OutOfMemoryError
 from ...core.models.spec import DTYPE_BYTES, ModelSpec, ParamSpec, model_params
 from ...core.models.weights import HostTensor
 from ...core.step import Step, StepOutput, StepShape, dummy_step, map_arrays
@@ -28,6 +28,7 @@ from .attend import PIECE_BYTES
 from .cache import BlockMover, padded_width, width
 from .mesh import DeviceMesh, put
 from .ops import TpuOps
+from .padding import pad
 from .params import load_params, place
 from .programs import Layout, Program, Programs
 from .shapes import step_constraints
@@ -63,7 +64,12 @@ class TpuBackend(Backend):
             return host_memory()
         total = available = 0
         for device in self._devices:
-            stats = device.memory_stats() or {}
+            stats = device.memory_stats()
+            if not stats or "bytes_limit" not in stats:
+                raise DeviceError(
+                    f"{device} does not say how much memory it has, so no KV cache can be planned: update libtpu "
+                    f"(pip install -U 'octavo[tpu]')."
+                )
             total += stats["bytes_limit"]
             available += stats["bytes_limit"] - stats["bytes_in_use"]
         return total, available
@@ -75,20 +81,30 @@ class TpuBackend(Backend):
         return replace(spec, num_kv_heads=heads, head_dim=padded_width(model.head_dim))
 
     def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
-        padding, copies = self.mesh.padding(model), self.mesh.size
-        plan = super().memory(padding.spec, limits)
-
-        def size(param: ParamSpec) -> int:
-            """Bytes of a parameter on all devices."""
-            each = 4 if param.kind == "table" else DTYPE_BYTES[self.dtype(model)]
-            return param.size * each * (1 if param.shard else copies)
-
+        plan = super().memory(self.ops.local_model(model), limits)
+        weights, activations = self._needs(self.mesh.size, model, plan.activations)
         return replace(
             plan,
-            weights=sum(map(size, model_params(padding.spec))),
-            # Each device computes every token; gathered keys and values, converted, and scores and products with them.
-            activations=(plan.activations + 4 * PIECE_BYTES) * copies,
+            weights=weights * self.mesh.size,
+            activations=activations * self.mesh.size,
+            remedy="" if self._on_host else self._remedy(model, plan),
         )
+
+    def _needs(self, devices: int, model: ModelSpec, activations: int) -> tuple[int, int]:
+        """(weights, activations) in bytes on each of so many devices."""
+        each = DTYPE_BYTES[self.dtype(model)]
+        params = model_params(pad(model, devices).spec)
+        weights = sum(p.size * (4 if p.kind == "table" else each) // (devices if p.shard else 1) for p in params)
+        # Each device computes every token; gathered keys and values, converted, and scores and products with them.
+        return weights, activations + 4 * PIECE_BYTES
+
+    def _remedy(self, model: ModelSpec, plan: MemoryPlan) -> str:
+        """The least number of such chips that would hold the model, where that is more than there are."""
+        chip = plan.total // self.mesh.size
+        for devices in (self.mesh.size << n for n in range(1, 7)):
+            if sum(self._needs(devices, model, plan.activations)) < chip * plan.default_utilization:
+                return f"Or split it over {devices} such chips: --backend-option tensor_parallel={devices}."
+        return ""
 
     # Arrays
 

@@ -113,7 +113,7 @@ def pad(model: ModelSpec, devices: int) -> Padding:
 
 
 def _head_counts(heads: int, kv_heads: int, devices: int) -> tuple[int, int, int]:
-    """(copies of each key/value head, their padded number, query heads of each): the least cache, then the least work."""
+    """(copies of each key/value head, their padded number, query heads of each): the least cache, then least work."""
     own = heads // kv_heads
     options = ((copies, _multiple(kv_heads * copies, devices), -(-own // copies)) for copies in range(1, own + 1))
     return min(options, key=lambda option: (option[1], option[2]))

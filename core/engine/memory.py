@@ -25,11 +25,12 @@ def count_blocks(plan: MemoryPlan, limits: StepLimits, config: EngineConfig) -> 
         OutOfMemoryError: the model does not fit, or leaves no room for a single block.
     """
     fixed = plan.weights + plan.activations
+    remedy = plan.remedy and f" {plan.remedy}"
     if fixed > plan.available:
         raise OutOfMemoryError(
             f"The model does not fit: weights take {size_text(plan.weights)} and a step up to "
             f"{size_text(plan.activations)}, but {size_text(plan.available)} of {size_text(plan.total)} are free. "
-            f"Use a smaller model, a narrower --dtype, fewer --max-num-batched-tokens, or free memory."
+            f"Use a smaller model, a narrower --dtype, fewer --max-num-batched-tokens, or free memory.{remedy}"
         )
     if config.kv_cache_memory is not None:
         room = config.kv_cache_memory
@@ -55,7 +56,8 @@ def count_blocks(plan: MemoryPlan, limits: StepLimits, config: EngineConfig) -> 
         if room < 2 * plan.block_bytes:
             raise OutOfMemoryError(
                 f"No room for a KV cache: {share:.0%} of {size_text(plan.total)} is to be used, weights and "
-                f"activations take {size_text(fixed)}. Raise --memory-utilization, or use a smaller model or dtype."
+                f"activations take {size_text(fixed)}. Raise --memory-utilization, or use a smaller model or "
+                f"dtype.{remedy}"
             )
     blocks = room // plan.block_bytes
     if blocks < 2:
