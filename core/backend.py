@@ -29,7 +29,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .errors import ConfigError, OctavoError
+from .errors import ConfigError
+from .late import CompileAfterReadyError, LateCompiles
 from .models.decoder import step as decoder_step
 from .models.spec import DTYPE_BYTES, ModelSpec, ParamSpec, weight_bytes
 from .models.weights import HostTensor, WeightSource, build_params
@@ -70,10 +71,6 @@ __all__ = [
 API_VERSION = 1
 SUPPORTED_API_VERSIONS = (1,)
 """The versions of this interface that a plugin may have been written for: this one and, later, the one before."""
-
-
-class CompileAfterReadyError(OctavoError):
-    """A step had a shape that was not prepared at warm-up; preparing it now would stall all requests."""
 
 
 # ---------------------------------------------------------------------------------------------- discovery
@@ -355,6 +352,7 @@ class Backend(ABC):
         model: the model, once `load` was called.
         params: the parameter tree, once `load` was called.
         cache: the device state, once `init_cache` was called.
+        late_compiles: programs made after warm-up.
     """
 
     xp: Any
@@ -365,6 +363,7 @@ class Backend(ABC):
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
+        self.late_compiles = LateCompiles()
         self._programs: dict[StepShape, Callable[..., tuple[Cache, StepOutput]]] = {}
         self._bucketed = False
         self._host_blocks: np.ndarray | None = None
@@ -498,7 +497,7 @@ class Backend(ABC):
         return partial(decoder_step, self.model, self.ops, shape)
 
     def warmup(self, shapes: Sequence[StepShape], progress: Callable[[int, int], None] | None = None) -> None:
-        """Prepares and runs every shape once. After it, a shape that is not among them is refused.
+        """Prepares and runs every shape once. After it, a shape that is not among them is refused or warned of.
 
         Args:
             shapes: from `StepConstraints.shapes`; empty where the backend takes any shape.
@@ -516,13 +515,16 @@ class Backend(ABC):
         """The program for a shape; made on first use where the backend takes any shape.
 
         Raises:
-            CompileAfterReadyError: the backend has buckets and this is none of them.
+            CompileAfterReadyError: the backend has buckets and this is none of them, where that is an error; otherwise
+                it is counted, and made.
         """
         program = self._programs.get(shape)
         if program is not None:
             return program
         if self._bucketed:
-            raise CompileAfterReadyError(f"no program was prepared for {shape}; this is a bug in the batch builder.")
+            self.late_compiles.add(f"A program for {shape} was needed")
+            self._programs[shape] = self.compile(shape)
+            return self._programs[shape]
         return self.compile(shape)
 
     def submit(self, step: Step) -> Any:

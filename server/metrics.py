@@ -66,6 +66,7 @@ class EngineCollector(Collector):
             ("generation_tokens", "Tokens generated.", s.generated_tokens),
             ("computed_tokens", "Tokens run through the model.", s.computed_tokens),
             ("engine_steps", "Steps run.", s.steps),
+            ("late_compiles", "Programs compiled after the engine was ready.", s.late_compiles),
         ):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], value)

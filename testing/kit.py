@@ -54,7 +54,9 @@ class Kit:
     def create(self, **changes: Any) -> Backend:
         """A backend without a model; `changes` to its BackendConfig."""
         config: dict[str, Any] = {"device": self.info.id, "dtype": self.dtype, "options": self.case.options}
-        return plugins.create(self.factory, BackendConfig(**(config | changes)))
+        backend = plugins.create(self.factory, BackendConfig(**(config | changes)))
+        backend.late_compiles.strict = True
+        return backend
 
     def load(
         self,

@@ -13,6 +13,8 @@ from octavo.core import hub
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for tests of tensor parallelism
+# What compiles when requests may be waiting is an error here; see octavo/core/late.py.
+os.environ.setdefault("OCTAVO_LATE_COMPILE", "error")
 
 
 @pytest.fixture(scope="session")

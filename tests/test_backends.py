@@ -19,6 +19,7 @@ from octavo.backends.reference.static import ladder
 from octavo.core import plugins
 from octavo.core.backend import BackendConfig, CompileAfterReadyError, StepLimits
 from octavo.core.errors import ConfigError
+from octavo.core.late import LateCompiles
 from octavo.core.step import SamplerShape, StepShape, dummy_step
 from octavo.testing.kit import DeviceCase, Kit
 from octavo.testing.models import RandomWeights, tiny_spec
@@ -199,6 +200,33 @@ def test_static_compiles_each_shape_once(static):
     assert static.backend.programs == len(shapes) == len(set(shapes))
     with pytest.raises(CompileAfterReadyError):
         static.backend.compile(shapes[0])
+
+
+def test_a_program_that_is_missing_is_an_error_or_made_with_a_warning(static, caplog):
+    backend = static.backend
+    shape = backend.constraints(MODEL, LIMITS).shapes()[0]
+    step, program = dummy_step(shape, LIMITS.max_num_seqs, 1), backend._programs.pop(shape)
+    late = backend.late_compiles
+    try:
+        with pytest.raises(CompileAfterReadyError, match=r"StepShape.* was needed after the engine was ready"):
+            backend.submit(step)
+        late.count, late.strict, backend.ready = 0, False, False
+        for _ in range(2):
+            assert backend.collect(backend.submit(step)).tokens.shape == (shape.rows,)
+        assert late.count == 1
+        assert [r.levelname for r in caplog.records] == ["WARNING"]
+        assert "Please report it" in caplog.text
+    finally:
+        late.strict, backend.ready, backend._programs[shape] = True, True, program
+
+
+def test_late_compiles_are_strict_by_environment(monkeypatch):
+    assert LateCompiles().strict
+    monkeypatch.setenv("OCTAVO_LATE_COMPILE", "warn")
+    assert not LateCompiles().strict
+    monkeypatch.setenv("OCTAVO_LATE_COMPILE", "never")
+    with pytest.raises(ConfigError, match='must be "warn" or "error", not'):
+        LateCompiles()
 
 
 BREAKS = {

@@ -267,3 +267,11 @@ def test_a_full_queue_and_a_used_id_are_refused():
     with pytest.raises(UnavailableError, match="queue is full"):
         engine.add_request(EngineRequest("c", [1], greedy(1)))
     assert len(run(engine)) == 2
+
+
+def test_late_compiles_of_the_backend_are_in_the_stats():
+    engine = make_engine()
+    assert engine.stats().late_compiles == 0
+    engine.backend.late_compiles.strict = False
+    engine.backend.late_compiles.add("Two programs were made", 2)
+    assert engine.stats().late_compiles == 2

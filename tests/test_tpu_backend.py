@@ -13,7 +13,7 @@ from support import write_tree
 from octavo.backends.tpu import TpuFactory
 from octavo.backends.tpu.probe import find_chips, unfit_libtpu
 from octavo.core import plugins
-from octavo.core.backend import BackendConfig, StepLimits
+from octavo.core.backend import BackendConfig, CompileAfterReadyError, StepLimits
 from octavo.core.config import EngineConfig
 from octavo.core.engine.memory import count_blocks
 from octavo.core.errors import ConfigError, DeviceError, OutOfMemoryError
@@ -198,6 +198,25 @@ def test_nothing_compiles_after_warmup(deep):
         assert not compiled
     finally:
         monitoring.unregister_event_duration_listener(count)
+
+
+def test_what_jax_compiles_by_itself_is_noticed(deep, monkeypatch):
+    """In a call of the backend: an error, or counted. Anybody else's compilation is not its affair."""
+    backend, late = deep.backend, deep.backend.late_compiles
+    count = late.count
+
+    def surprise(stack, blocks):
+        return np.asarray(jax().jit(lambda x: x + late.count)(blocks))
+
+    monkeypatch.setattr(backend._mover, "export", surprise)
+    blocks = np.asarray([1, 2, 3], np.int32)
+    surprise(None, blocks)
+    assert late.count == count
+    with pytest.raises(CompileAfterReadyError, match="JAX compiled 1 programs after the engine was ready"):
+        backend.export_blocks(blocks)
+    monkeypatch.setattr(late, "strict", False)
+    assert backend.export_blocks(blocks) is not None
+    assert late.count == count + 2
 
 
 def test_shapes_that_cannot_occur_have_no_program():

@@ -26,6 +26,7 @@ from ...core.step import Step, StepOutput, StepShape, dummy_step, map_arrays
 from ..host import host_memory
 from .attend import PIECE_BYTES
 from .cache import BlockMover, padded_width, width
+from .guard import CompileGuard
 from .mesh import DeviceMesh, put
 from .ops import TpuOps
 from .padding import pad
@@ -49,6 +50,7 @@ class TpuBackend(Backend):
         self.mesh = DeviceMesh(devices)
         self.xp = jnp
         self.ops = TpuOps(self.mesh)
+        self._guard = CompileGuard(self.late_compiles)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(dtypes=DTYPES, kv_dtypes=DTYPES, block_sizes=(16, 32, 64, 128))
@@ -138,13 +140,16 @@ class TpuBackend(Backend):
         return stack
 
     def export_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        return self._mover.export(self.cache.layers, blocks)
+        with self._guard.watch():
+            return self._mover.export(self.cache.layers, blocks)
 
     def import_blocks(self, blocks: np.ndarray, contents: np.ndarray) -> None:
-        self.cache = self.cache._replace(layers=self._mover.load(self.cache.layers, blocks, contents))
+        with self._guard.watch():
+            self.cache = self.cache._replace(layers=self._mover.load(self.cache.layers, blocks, contents))
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        self.cache = self.cache._replace(layers=self._mover.copy(self.cache.layers, source, target))
+        with self._guard.watch():
+            self.cache = self.cache._replace(layers=self._mover.copy(self.cache.layers, source, target))
 
     # Steps
 
@@ -160,6 +165,7 @@ class TpuBackend(Backend):
         self._programs = {shape: programs.step(shape) for shape in shapes}
         self._bucketed = True
         self.collect(self.submit(dummy_step(shapes[0], self.limits.max_num_seqs, 1)))
+        self._guard.start()
 
     def _compiler(self) -> Programs:
         return Programs(Layout(self.model, self.ops, self.mesh, self.params, self.cache, self.limits.max_num_seqs))
@@ -167,11 +173,12 @@ class TpuBackend(Backend):
     def submit(self, step: Step) -> StepOutput:
         """Returns at once: JAX computes in the background."""
         program = self.program(step.shape)
-        # The caller overwrites its arrays while JAX may still read, or keep, what it is given.
-        inputs = jax.device_put(map_arrays(np.array, step.inputs), self.mesh.replicated)
-        self.cache, output = program(self.params, self.cache, inputs)
-        for array in output:
-            array.copy_to_host_async()
+        with self._guard.watch():
+            # The caller overwrites its arrays while JAX may still read, or keep, what it is given.
+            inputs = jax.device_put(map_arrays(np.array, step.inputs), self.mesh.replicated)
+            self.cache, output = program(self.params, self.cache, inputs)
+            for array in output:
+                array.copy_to_host_async()
         return output
 
     def collect(self, handle: StepOutput) -> StepOutput:
@@ -179,4 +186,5 @@ class TpuBackend(Backend):
 
     def close(self) -> None:
         super().close()
+        self._guard.stop()
         self._mover = None  # type: ignore[assignment]

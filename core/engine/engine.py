@@ -177,7 +177,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they are now."""
-        return self.scheduler.snapshot()
+        stats = self.scheduler.snapshot()
+        stats.late_compiles = self.backend.late_compiles.count
+        return stats
 
     def close(self) -> None:
         """Drops all requests and frees the device."""

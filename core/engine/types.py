@@ -89,6 +89,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         computed_tokens: tokens run through the model (cached prefixes excluded, recomputation included).
         generated_tokens: output tokens.
         steps: steps run.
+        late_compiles: programs that the backend made after it was ready; each stalled all requests.
     """
 
     num_running: int = 0
@@ -103,6 +104,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     computed_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    late_compiles: int = 0
 
 
 class EngineInfo(msgspec.Struct):
