@@ -23,41 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
-_STATE_BYTES = 6 << 20  # of VMEM: queries, results and the state of the softmax
-_BUFFER_BYTES = 4 << 20  # of VMEM: keys and values under way and at work
-_PIECE_BYTES = 1 << 20
+from .work import LANES, SCALAR_MEMORY, Items, Sizes, plan, scalar_bytes, sizes
+
+__all__ = ["SCALAR_MEMORY", "Items", "Sizes", "plan", "ragged_attention", "scalar_bytes", "sizes"]
+
 # A masked score lies so far below the least running maximum that its weight is 0 even in rows that have seen no key.
 _MASKED, _LEAST = -1e30, -1e20
 _NOBODY = -(1 << 30)  # a row that sees no key
-
-
-class Sizes(NamedTuple):
-    """How the work is cut. Static.
-
-    Attributes:
-        queries: tokens of a block, a multiple of 16, so that its rows fill tiles of any dtype.
-        keys: keys of a piece, a multiple of the cache's block size.
-        buffers: pieces that VMEM has room for; all but one are under way while one is computed.
-    """
-
-    queries: int
-    keys: int
-    buffers: int
-
-
-class Items(NamedTuple):
-    """The work of a step, for all layers: pairs of a block of queries and a sequence, in the order of the tokens.
-
-    Attributes:
-        start: int32 [blocks + 1]; block b has items start[b] to start[b + 1].
-        block: int32 [blocks + S]; an item's block of queries.
-        sequence: int32 [blocks + S]; an item's sequence.
-    """
-
-    start: Any
-    block: Any
-    sequence: Any
 
 
 class _Item(NamedTuple):
@@ -82,44 +54,6 @@ class _Item(NamedTuple):
     pieces: Any
 
 
-def sizes(tokens: int, heads: int, kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any) -> Sizes:
-    """What fits into about 12 MiB of VMEM, which the compilers of all chips grant a kernel unasked.
-
-    Args:
-        tokens: T.
-        heads, kv_heads: those of one device.
-        block_size: tokens of a cache block.
-    """
-    q_bytes, kv_bytes = jnp.dtype(q_dtype).itemsize, jnp.dtype(kv_dtype).itemsize
-    # Queries and results are double-buffered; accumulator, maximum and sum are float32.
-    per_token = heads * (4 * max(head_dim, LANES) * q_bytes + (max(head_dim, LANES) + 2 * LANES) * 4)
-    queries = 16
-    while 2 * queries <= min(128, 512 * kv_heads // heads, _STATE_BYTES // per_token) and queries < tokens:
-        queries *= 2
-    per_key = 2 * kv_heads * head_dim * kv_bytes
-    keys = LANES
-    while 2 * keys <= min(512, _PIECE_BYTES // per_key):
-        keys *= 2
-    keys = max(keys, block_size)
-    return Sizes(queries, keys, max(2, min(8, _BUFFER_BYTES // (keys * per_key))))
-
-
-def plan(query_start: Any, tokens: int, queries: int) -> Items:
-    """The items of a step of T tokens in blocks of `queries`; query_start is int32 [S + 1]."""
-    blocks, sequences = pl.cdiv(tokens, queries), query_start.shape[0] - 1
-    start, end = query_start[:-1], query_start[1:]
-    first = start // queries
-    count = jnp.where(end > start, (end - 1) // queries + 1 - first, 0)
-    total = jnp.cumsum(count)
-    item = jnp.arange(blocks + sequences, dtype=jnp.int32)
-    sequence = jnp.sum(total[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, sequences - 1)  # of items beyond the last, which nobody looks at
-    block = first[sequence] + item - (total - count)[sequence]
-    before = jnp.arange(blocks + 1, dtype=jnp.int32)[:, None] - first[None, :]
-    starts = jnp.sum(jnp.clip(before, 0, count[None, :]), axis=1, dtype=jnp.int32)
-    return Items(starts, block.astype(jnp.int32), sequence)
-
-
 def ragged_attention(
     q: Any,
     stack: Any,
@@ -137,13 +71,13 @@ def ragged_attention(
 ) -> Any:
     """`Ops.attention` for a step whose keys and values are in the cache: [T, H, D] → [T, H, D]; padded tokens give 0.
 
-    Nothing else is read than keys that a query may see: the null block, freed blocks and slots beyond a sequence may
-    hold anything. Sequences do not touch each other, NaN included.
+    Only keys that a query may see have an effect: the null block, freed blocks and slots beyond a sequence may hold
+    anything. Sequences do not touch each other either, NaN included.
 
     Args:
         q: [T, H, D], float32 or bfloat16; D is 64 or a multiple of 128, and H of kv_heads.
-        stack: [layers, blocks, block size, W], the cache as `cache.py` has it; the block size is a power of two from
-            16 (32 where a number takes a byte). A dtype other than q's is converted to it in VMEM.
+        stack: [layers, blocks, block size, W], the cache as `cache.py` has it; the block size is a power of two of at
+            least 32 bytes / the size of a number. A dtype other than q's is converted to it in VMEM.
         layer: which layer; an integer, or a traced int32 scalar.
         query_start, seq_lens, block_tables: as in `StepInput`.
         scale: what scores are multiplied with; positive.
@@ -153,14 +87,11 @@ def ragged_attention(
         interpret: as `pallas_call` takes it.
 
     Raises:
-        ValueError: D or scale is none of those.
+        ValueError: D, a dtype, the block size or scale is none of those.
     """
     tokens, heads, head_dim = q.shape
     block_size, width = stack.shape[2:]
-    if head_dim != LANES // 2 and head_dim % LANES:
-        raise ValueError(f"head_dim {head_dim} is neither 64 nor a multiple of 128: pad the heads")
-    if scale <= 0:
-        raise ValueError(f"scale {scale} is not positive")
+    _check(q, stack, scale)
     cut = cut or sizes(tokens, heads, kv_heads, head_dim, block_size, q.dtype, stack.dtype)
     items = items or plan(query_start, tokens, cut.queries)
     group, blocks = heads // kv_heads, pl.cdiv(tokens, cut.queries)
@@ -202,7 +133,7 @@ def ragged_attention(
         interpret=interpret,
         name="ragged_attention",
     )(
-        jnp.reshape(layer, (1,)).astype(jnp.int32),
+        jnp.asarray(layer, jnp.int32).reshape(1),
         query_start,
         seq_lens,
         block_tables.reshape(-1),  # rows of scalar memory are padded to 128 numbers
@@ -212,6 +143,18 @@ def ragged_attention(
     )
     out = out.reshape(kv_heads, -1, group, lanes).transpose(1, 0, 2, 3)
     return out.reshape(-1, heads, lanes)[:tokens, :, lanes - head_dim :]
+
+
+def _check(q: Any, stack: Any, scale: float) -> None:
+    head_dim, block_size, least = q.shape[2], stack.shape[2], 32 // stack.dtype.itemsize
+    if head_dim != LANES // 2 and head_dim % LANES:
+        raise ValueError(f"head_dim {head_dim} is neither 64 nor a multiple of 128: pad the heads")
+    if jnp.float16 in (q.dtype, stack.dtype):
+        raise ValueError("float16 is nothing a TPU kernel can load: use bfloat16 or float32")
+    if block_size < least or block_size & (block_size - 1):
+        raise ValueError(f"block_size {block_size} is no power of two from {least}, a tile of {stack.dtype.name}")
+    if scale <= 0:
+        raise ValueError(f"scale {scale} is not positive, which the search for the largest score relies on")
 
 
 def _cost(
