@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from octavo.core.backend import BackendConfig, CompileAfterReadyError, StepLimit
 from octavo.core.config import EngineConfig
 from octavo.core.engine.memory import count_blocks
 from octavo.core.errors import ConfigError, DeviceError, OutOfMemoryError
-from octavo.core.step import dummy_step
+from octavo.core.step import Step, StepShape, dummy_step
 from octavo.testing import reference
 from octavo.testing.kit import DeviceCase, Kit
 from octavo.testing.models import tiny_spec
@@ -124,6 +127,8 @@ def test_nobody_gets_the_simulation_who_asked_for_a_tpu(monkeypatch, tmp_path):
         ("tpu", {"platform": "cpu"}, "contradicts"),
         ("tpu:cpu", {"tensor_parallel": "0"}, "tensor_parallel must be"),
         ("tpu", {"cpu_devices": "2"}, "platform=cpu only"),
+        ("tpu:cpu", {"attention": "flash"}, "must be pallas or jnp"),
+        ("tpu:cpu", {"attention": "pallas"}, "needs a TPU"),
         ("tpu:cpu", {"tensor_parallel": "64", "cpu_devices": "1"}, "needs 64 devices"),
     ],
 )
@@ -252,6 +257,42 @@ def test_programs_are_found_again_after_a_restart(tmp_path):
     assert second >= 4
 
 
+@pytest.mark.parametrize("decode", [True, False])
+def test_the_kernel_is_called_as_it_is_meant_to_be(monkeypatch, decode):
+    """Split over two devices, through the ops: what the interpreted kernel gives, jax.numpy gives as well."""
+    jax()
+    from jax.experimental.pallas import tpu as pallas_tpu
+
+    from octavo.backends.tpu import ops as module
+
+    interpreted = partial(module.ragged_attention, interpret=pallas_tpu.InterpretParams())
+    monkeypatch.setattr(module, "ragged_attention", interpreted)
+    case = DeviceCase("tpu", options={"platform": "cpu", "tensor_parallel": "2"})
+    model = tiny_spec(num_heads=9, num_kv_heads=3, head_dim=24)  # padded to 12, 4 and 64
+    loaded = Kit(case).load(model, LIMITS, 32)
+    backend, local, rng = loaded.backend, loaded.local, np.random.default_rng(0)
+    lengths, news = ((33, 1, 16), (1, 1, 1)) if decode else ((33, 1, 20), (17, 1, 9))
+    slots = np.arange(16, 16 + 48 * 3)
+    numbers = rng.standard_normal((2, len(slots), local.num_kv_heads, local.head_dim))
+    loaded.write(slots, *numbers)
+    tokens, sequences = (8, 8) if decode else (32, 8)
+    step = dummy_step(StepShape(tokens, sequences, 4, 8, decode), 8, 1)
+    starts = np.full(sequences + 1, sum(news), np.int32)
+    starts[:4] = np.concatenate([[0], np.cumsum(news)])
+    lens = np.asarray([*lengths, *[0] * (sequences - 3)], np.int32)
+    tables = np.zeros((sequences, 4), np.int32)
+    tables[:3, :3] = 1 + np.arange(9).reshape(3, 3)
+    step = Step(step.shape, step.inputs._replace(query_start=starts, seq_lens=lens, block_tables=tables))
+    q = loaded.array(rng.standard_normal((tokens, local.num_heads, local.head_dim)))
+    results = []
+    for kernel in (False, True):
+        backend.ops = module.TpuOps(backend.mesh, backend.dtype, kernel)
+        context = loaded.context(step)
+        out = backend.ops.attention(q, None, None, loaded.layer_cache(0), context, None)
+        results.append(loaded.numpy(out)[: sum(news)])
+    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=2e-6)
+
+
 # ------------------------------------------------------------------------------------------------- memory
 
 
@@ -308,3 +349,24 @@ def test_a_model_too_big_for_the_mesh_says_how_many_chips_would_hold_it():
     assert count_blocks(plan, limits, EngineConfig()) > limits.max_blocks
     # 8.03e9 parameters of 2 bytes; every chip has its own norms and rotary table, and nothing else twice.
     assert 2 * 8.03e9 < plan.weights < 2 * 8.04e9
+
+
+@pytest.mark.parametrize(
+    ("limits", "advice"),
+    [
+        (StepLimits(131072, 256, 2048, 16), r"--max-model-len 8192 or --max-num-seqs 16 would do"),
+        (StepLimits(16384, 256, 2048, 16), r"--max-model-len 8192 .*--block-size 32"),
+    ],
+)
+def test_block_tables_beyond_scalar_memory_are_refused(limits, advice):
+    """And what is advised is taken."""
+    jax()
+    backend = Chips(V5E).create(BackendConfig("tpu"))
+    with pytest.raises(ConfigError, match=rf"bytes of a TPU's scalar memory.*{advice}") as refused:
+        backend.constraints(LLAMA_8B, limits)
+    fields = {"--max-model-len": "max_model_len", "--max-num-seqs": "max_num_seqs", "--block-size": "block_size"}
+    for flag, number in re.findall(
+        r"(--max-model-len|--max-num-seqs|--block-size) (\d+)(?: or|,| would)", str(refused.value)
+    ):
+        backend.constraints(LLAMA_8B, replace(limits, **{fields[flag]: int(number)}))
+    backend.constraints(LLAMA_8B, StepLimits(8192, 256, 2048, 16))

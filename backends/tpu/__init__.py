@@ -23,6 +23,7 @@ class TpuFactory(BackendFactory):
     auto_priority = 50
     options: ClassVar[Mapping[str, str]] = {
         "platform": "tpu, or cpu: the same programs on JAX's CPU, for tests and for people without a TPU",
+        "attention": "pallas, a kernel and the default on TPUs, or jnp, plain jax.numpy, which is what the CPU has",
         "tensor_parallel": "chips to split the model over (default 1)",
         "cpu_devices": "with platform=cpu: how many devices JAX makes of the CPU (default: tensor_parallel)",
     }
@@ -53,6 +54,10 @@ class TpuFactory(BackendFactory):
                 f"platform={platform} contradicts --device {config.device}: leave one of the two out, or use "
                 f"--device {SIMULATED if platform == 'cpu' else 'tpu'}."
             )
+        if config.options.get("attention", "jnp") not in ("pallas", "jnp"):
+            raise ConfigError(f"attention must be pallas or jnp, not {config.options['attention']!r}.")
+        if platform == "cpu" and config.options.get("attention") == "pallas":
+            raise ConfigError("attention=pallas needs a TPU: the kernel does not run on the CPU. Use attention=jnp.")
         tensor_parallel = _count(config, "tensor_parallel", 1)
         cpu_devices = _count(config, "cpu_devices", tensor_parallel)
         if platform != "cpu" and "cpu_devices" in config.options:

@@ -32,7 +32,7 @@ from .ops import TpuOps
 from .padding import pad
 from .params import load_params, place
 from .programs import Layout, Program, Programs
-from .shapes import step_constraints
+from .shapes import check_scalar_memory, step_constraints
 
 DTYPES = ("bfloat16", "float32")
 
@@ -49,14 +49,18 @@ class TpuBackend(Backend):
             self.default_utilization, self.default_cache_share = 0.8, 0.2
         self.mesh = DeviceMesh(devices)
         self.xp = jnp
-        self.ops = TpuOps(self.mesh)
+        kernel = not self._on_host and config.options.get("attention") != "jnp"
+        self.ops = TpuOps(self.mesh, self.dtype, kernel)
         self._guard = CompileGuard(self.late_compiles)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(dtypes=DTYPES, kv_dtypes=DTYPES, block_sizes=(16, 32, 64, 128))
 
     def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints:
-        return step_constraints(model, limits)
+        constraints = step_constraints(model, limits)
+        if not self._on_host:
+            check_scalar_memory(constraints, limits)
+        return constraints
 
     # Memory
 

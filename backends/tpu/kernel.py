@@ -23,9 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .work import LANES, SCALAR_MEMORY, Items, Sizes, plan, scalar_bytes, sizes
-
-__all__ = ["SCALAR_MEMORY", "Items", "Sizes", "plan", "ragged_attention", "scalar_bytes", "sizes"]
+from .work import LANES, Items, Sizes, plan, sizes
 
 # A masked score lies so far below the least running maximum that its weight is 0 even in rows that have seen no key.
 _MASKED, _LEAST = -1e30, -1e20

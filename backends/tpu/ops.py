@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from ...core.sampling import filters
 from ...core.step import Cache, StepInput, StepShape
 from . import attend
 from .cache import PagedLayer, padded_width
+from .kernel import ragged_attention
 from .mesh import AXIS, DeviceMesh
+from .work import Items, Sizes, plan, sizes
 
 # How arrays lie on the mesh, as seen by what runs per device.
 _WHOLE = PartitionSpec()
@@ -25,11 +28,17 @@ _CACHE = PagedLayer(PartitionSpec(None, None, None, AXIS), _WHOLE)
 
 
 class TpuOps(Ops):
-    """jax.numpy. `Cache.layers` is one array for all layers, see `cache.py`; each device has its heads of it."""
+    """jax.numpy. `Cache.layers` is one array for all layers, see `cache.py`; each device has its heads of it.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        mesh: the devices.
+        dtype_of: gives the dtype of a model's activations.
+        kernel: whether attention is the Pallas kernel (`kernel.py`) or plain jax.numpy (`attend.py`).
+    """
+
+    def __init__(self, mesh: DeviceMesh, dtype_of: Callable[[ModelSpec], str], kernel: bool) -> None:
         super().__init__(jnp)
-        self._mesh = mesh
+        self._mesh, self._dtype_of, self._kernel = mesh, dtype_of, kernel
         self._write = jax.jit(mesh.per_device(_write, (_CACHE, _HEADS, _HEADS, _WHOLE), _CACHE.stack))
         self._attend = cache(self._attend_with)
 
@@ -38,25 +47,38 @@ class TpuOps(Ops):
 
     # ------------------------------------------------------------------ the paged cache
 
-    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> attend.Tiles | None:
+    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Any:
+        """What the layers' attention shares: the kernel's items, or without it the tiles of chunks."""
+        if self._kernel:
+            block_size, dtype = cache.layers.shape[2], cache.layers.dtype
+            cut = self._cut(model, shape.tokens, block_size, self._dtype_of(model), dtype)
+            return plan(inputs.query_start, shape.tokens, cut.queries)
         return None if shape.decode else attend.cut(inputs, shape.tokens)
+
+    def _cut(self, model: ModelSpec, tokens: int, block_size: int, dtype: Any, kv_dtype: Any) -> Sizes:
+        heads, kv_heads = model.num_heads // self._mesh.size, model.num_kv_heads // self._mesh.size
+        return sizes(tokens, heads, kv_heads, padded_width(model.head_dim), block_size, dtype, kv_dtype)
 
     def write_cache(self, cache: PagedLayer, k: Any, v: Any, ctx: StepContext) -> PagedLayer:
         stack = self._write(cache, _widen(k), _widen(v), ctx.inputs.slot_mapping)
         return PagedLayer(stack, cache.layer)
 
     def attention(self, q: Any, k: Any, v: Any, cache: PagedLayer, ctx: StepContext, window: int | None) -> Any:
-        run = self._attend(ctx.shape.decode, ctx.model.scale, window, ctx.model.num_kv_heads)
+        run = self._attend(ctx.model, ctx.shape.decode, window)
         return run(_widen(q), cache, ctx.inputs._replace(sampling=None), ctx.plan)[..., : ctx.model.head_dim]
 
-    def _attend_with(self, decode: bool, scale: float, window: int | None, kv_heads: int) -> Any:
+    def _attend_with(self, model: ModelSpec, decode: bool, window: int | None) -> Any:
         """(q, cache, inputs, plan) → output, for all devices."""
-        run = partial(
-            attend.decode if decode else attend.mixed,
-            scale=scale,
-            window=window,
-            kv_heads=kv_heads // self._mesh.size,
-        )
+        kv_heads = model.num_kv_heads // self._mesh.size
+
+        def kernel(q: Any, cache: PagedLayer, inputs: StepInput, items: Items) -> Any:
+            cut = self._cut(model, q.shape[0], cache.stack.shape[2], q.dtype, cache.stack.dtype)
+            arrays = (cache.stack, cache.layer, inputs.query_start, inputs.seq_lens, inputs.block_tables)
+            static = {"scale": model.scale, "window": window, "kv_heads": kv_heads, "cut": cut}
+            return ragged_attention(q, *arrays, items=items, **static)
+
+        plain = partial(attend.decode if decode else attend.mixed, scale=model.scale, window=window, kv_heads=kv_heads)
+        run = kernel if self._kernel else plain
         return jax.jit(self._mesh.per_device(run, (_HEADS, _CACHE, _WHOLE, _WHOLE), _HEADS))
 
     def layer_cache(self, caches: Any, index: int) -> PagedLayer:
