@@ -84,16 +84,20 @@ def choose_device(config: EngineConfig) -> tuple[BackendFactory, DeviceInfo]:
     return factory, device
 
 
+def hosts_of(config: EngineConfig) -> Hosts | None:
+    """The hosts that the configuration names; None for this one alone."""
+    if config.coordinator is None:
+        return None
+    return Hosts(config.coordinator, config.num_hosts, config.host_rank)
+
+
 def create_backend(config: EngineConfig, factory: BackendFactory, device: DeviceInfo) -> Backend:
     """The backend on the chosen device; with several hosts this may wait for the others.
 
     Raises:
         DeviceError, ConfigError: the device cannot be used, or has no such option.
     """
-    hosts = None
-    if config.coordinator is not None:
-        hosts = Hosts(config.coordinator, config.num_hosts, config.host_rank)
-    options = config.backend_option
+    options, hosts = config.backend_option, hosts_of(config)
     return plugins.create(factory, BackendConfig(device.id, config.dtype, config.kv_cache_dtype, options, hosts))
 
 
