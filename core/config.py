@@ -93,7 +93,7 @@ class EngineConfig:
     def _check_hosts(self) -> None:
         if self.host_rank >= self.num_hosts:
             raise ConfigError(
-                f"--host-rank {self.host_rank} must be below --num-hosts, which is {self.num_hosts}: ranks count from 0."
+                f"--host-rank {self.host_rank} must be below --num-hosts ({self.num_hosts}): ranks count from 0."
             )
         if self.num_hosts == 1:
             if self.coordinator is not None:

@@ -1,8 +1,8 @@
 """`octavo serve` on a host that is not rank 0: no HTTP, only what rank 0 tells it.
 
-A first SIGTERM or SIGINT is only noted: often all hosts get one, and rank 0 needs this one until its requests are done.
-It then ends this host as well. A second one ends it at once. Exit codes: 0 after an orderly end, 1 when rank 0 is lost or
-a call failed, 128 + signal.
+A first SIGTERM or SIGINT is only noted: often all hosts get one, and rank 0 needs this one until its requests are
+done. It then ends this host as well. A second one ends it at once. Exit codes: 0 after an orderly end, 1 when rank 0 is
+lost or a call failed, 128 + signal.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def build_engine(
     """
     if config.host_rank:
         raise ConfigError(
-            f"The engine is on rank 0; --host-rank {config.host_rank} follows it. Run `octavo serve` with these options "
-            "on this host."
+            f"The engine is on rank 0, and --host-rank {config.host_rank} follows it: on this host run `octavo serve` "
+            "with the same options."
         )
     model = open_model(hub.resolve(config.model, config.revision), config.tokenizer)
     factory, info = choose_device(config)

@@ -39,7 +39,7 @@ def control_address(coordinator: str) -> tuple[str, int]:
         found = socket.getaddrinfo(host.strip("[]"), int(port) + 1, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--coordinator {coordinator}: the host is not known ({error.strerror or error}).") from error
-    return found[0][4][0], int(port) + 1
+    return str(found[0][4][0]), int(port) + 1
 
 
 def endpoint(address: tuple[str, int]) -> str:

@@ -93,8 +93,8 @@ class LeaderLink:
                 raise EngineDeadError(f"Host {rank}: rank 0 at {self._where} has ended. Start this host again.")
             if time.monotonic() > limit:
                 raise EngineDeadError(
-                    f"Host {rank}: nothing came from rank 0 at {self._where} within {START_WITHIN:.0f} s. Start it there, "
-                    "see that --coordinator is its address, and that this port can be reached from here."
+                    f"Host {rank}: nothing came from rank 0 at {self._where} within {START_WITHIN:.0f} s. Start it "
+                    "there, see that --coordinator is its address, and that the port can be reached from here."
                 )
             if not self._socket.poll(200):
                 continue

@@ -71,7 +71,7 @@ class Warmup(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A step; its arrays in the order of the fields of SamplingInput, then of the others in StepInput."""
+    """A step; the arrays of StepInput, with those of `sampling`, its last field, at the end."""
 
     shape: StepShape
     arrays: list[Array]
@@ -80,13 +80,13 @@ class Submit(msgspec.Struct, tag=True):
     def of(cls, step: Step) -> Submit:
         """Copies a step."""
         *plain, sampling = step.inputs
-        return cls(step.shape, [Array.of(a) for a in (*sampling, *plain)])
+        return cls(step.shape, [Array.of(a) for a in (*plain, *sampling)])
 
     def step(self) -> Step:
         """The step again."""
-        arrays = [array.numpy() for array in self.arrays]
-        split = len(SamplingInput._fields)
-        return Step(self.shape, StepInput(*arrays[split:], sampling=SamplingInput(*arrays[:split])))
+        arrays: list[Any] = [array.numpy() for array in self.arrays]
+        split = len(StepInput._fields) - 1
+        return Step(self.shape, StepInput._make([*arrays[:split], SamplingInput._make(arrays[split:])]))
 
 
 class Move(msgspec.Struct, tag=True):
