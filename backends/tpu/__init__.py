@@ -1,4 +1,4 @@
-"""The TPU backend: JAX, one process per host, one host or several. With `platform=cpu` the very same programs run on JAX's CPU."""
+"""The TPU backend: JAX on one host or several. With `platform=cpu` the very same programs run on JAX's CPU."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _join_hosts(platform: str, hosts: Hosts) -> None:
         jax.distributed.initialize(hosts.coordinator, hosts.count, hosts.rank, shutdown_timeout_seconds=SHUTDOWN)
     except RuntimeError as error:
         raise DeviceError(
-            f"JAX cannot join the hosts at {hosts.coordinator}: {error}. See that the port is free on rank 0 and can be "
-            f"reached from all hosts. A process can do this once, before it uses JAX in any other way."
+            f"JAX cannot join the hosts at {hosts.coordinator}: {error}. See that the port is free on rank 0 and "
+            f"can be reached from all hosts. A process can do this once, before it uses JAX in any other way."
         ) from error
 
 

@@ -113,7 +113,7 @@ class Followers:
                 raise EngineDeadError(f"{reason} Start them with the same command and their --host-rank.")
             if now > remind:
                 remind = now + REMIND
-                log(f"Waiting on {self._where[0]} port {self._where[1]} for the hosts {names} of {self._count}.")
+                log(f"Rank 0 of {self._count} waits on {self._where[0]} port {self._where[1]} for rank {names}.")
             if self._router.poll(CHECK):
                 self._greet(facts, log)
             else:

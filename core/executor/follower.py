@@ -149,8 +149,8 @@ class LeaderLink:
             self._outbox.send(b"")
             self._thread.join()
         self._socket.disable_monitor()
-        self._outbox.close()
-        self._inbox.close()
+        for sock in (self._monitor, self._outbox, self._inbox):
+            sock.close()
         self._socket.close(LAST_WORDS)
         self._context.term()
 
