@@ -561,6 +561,13 @@ class Backend(ABC):
         """Waits for a step and returns its output as NumPy arrays. Handles are collected in order."""
         return map_arrays(self.to_host, handle)
 
+    def check(self) -> None:
+        """Called now and then while there is nothing to run. Default: nothing.
+
+        Raises:
+            EngineDeadError: the device is lost.
+        """
+
     def close(self) -> None:
         """Frees the device. No call follows. Default: drops the references."""
         self.params = self.cache = None  # type: ignore[assignment]

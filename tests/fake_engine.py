@@ -177,5 +177,8 @@ class FakeEngine:
             steps=self._steps,
         )
 
+    def check(self) -> None:
+        """Its device is never lost."""
+
     def close(self) -> None:
         self.closed = True

@@ -181,6 +181,10 @@ class EngineCore:
         """Counters and gauges as they are now."""
         return self.scheduler.snapshot()
 
+    def check(self) -> None:
+        """For the time between requests: raises EngineDeadError where the device was lost meanwhile."""
+        self.backend.check()
+
     def close(self) -> None:
         """Drops all requests and frees the device."""
         self._in_flight.clear()

@@ -186,6 +186,8 @@ class Follower:
         while True:
             call = self._next()
             if isinstance(call, Stop):
+                if not call.reason:  # else they may wait for a host that is gone
+                    tell_failure(self._link, "a step", partial(self._collect, 0))
                 return call.reason
             during = type(call).__name__ if not isinstance(call, Move) else call.method
             tell_failure(self._link, _WORDS.get(during, during), partial(self._make, call))

@@ -133,6 +133,13 @@ class Leader:
         self._send(Move("swap_in", Array.of(host_blocks), Array.of(blocks)))
         self._run(lambda: self._local.swap_in(host_blocks, blocks))
 
+    def check(self) -> None:
+        """Raises EngineDeadError where a follower has failed or is lost."""
+        self._check()
+        while not self._events.empty():
+            if (error := self._trouble(self._events.get(), start=False)) is not None:
+                raise self._fail(error)
+
     def close(self) -> None:
         """Ends the followers, in order where nothing has failed, and frees the device. Idempotent."""
         if self._closed:
