@@ -561,7 +561,7 @@ class Backend(ABC):
         """Waits for a step and returns its output as NumPy arrays. Handles are collected in order."""
         return map_arrays(self.to_host, handle)
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - there is nothing to override for most
         """Called now and then while there is nothing to run. Default: nothing.
 
         Raises:

@@ -56,6 +56,17 @@ class Group:
         return EngineCore(self.leader, info, LIMITS, self.constraints, self.num_blocks, self.host_blocks)
 
 
+def run_and_wait(engine: EngineCore) -> None:
+    """Runs what there is, and then is idle for a while, as the engine's process would be."""
+    limit = time.monotonic() + SOON
+    while time.monotonic() < limit:
+        if engine.has_work:
+            engine.step()
+        else:
+            engine.check()
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("constraints", "followers"),
     [(StepConstraints(max_in_flight=3), 2), (STATIC, 1)],
@@ -98,9 +109,7 @@ def test_an_exception_on_a_follower_reaches_the_leader() -> None:
         engine = group.engine()
         engine.add_request(EngineRequest("a", [1, 2, 3], greedy(50)))
         with pytest.raises(EngineDeadError, match="Host 1 failed in a step: RuntimeError: the device stumbled"):
-            while engine.has_work:
-                engine.step()
-                time.sleep(0.02)
+            run_and_wait(engine)
         with pytest.raises(EngineDeadError, match="the device stumbled"):
             group.leader.swap_in(np.zeros(1, np.int32), np.zeros(1, np.int32))
         engine.close()
@@ -111,13 +120,8 @@ def test_an_idle_engine_notices_a_failed_follower() -> None:
     with Group(raise_at=2) as group:
         engine = group.engine()
         engine.add_request(EngineRequest("a", [1, 2, 3], greedy(2)))
-        begin = time.monotonic()
-        with pytest.raises(EngineDeadError, match="Host 1 failed"):
-            while engine.has_work:  # its last step is the one that fails there; mostly it is over here before that
-                engine.step()
-            while time.monotonic() - begin < SOON:
-                engine.check()
-                time.sleep(0.05)
+        with pytest.raises(EngineDeadError, match="Host 1 failed"):  # mostly when rank 0 is done with its last step
+            run_and_wait(engine)
         assert group.hosts[0][1].recv() == ("RuntimeError", "the device stumbled")
 
 
@@ -144,8 +148,7 @@ def test_a_failure_on_rank_0_ends_the_followers_with_its_text() -> None:
         with pytest.raises(
             EngineDeadError, match="failed on rank 0 of several hosts: RuntimeError: the device stumbled"
         ):
-            while engine.has_work:
-                engine.step()
+            run_and_wait(engine)
         kind, text = group.hosts[0][1].recv()
         assert kind == "EngineDeadError"
         assert "rank 0 has ended" in text

@@ -42,8 +42,10 @@ class TpuBackend(Backend):
 
     def __init__(self, config: BackendConfig, devices: Sequence[jax.Device]) -> None:
         super().__init__(config)
-        self._devices = [device for device in devices if device.process_index == jax.process_index()]
-        self._hosts = config.hosts.count if config.hosts else 1
+        self._devices, self._hosts = devices, 1
+        if config.hosts:
+            self._devices = [device for device in devices if device.process_index == jax.process_index()]
+            self._hosts = config.hosts.count
         self._on_host = devices[0].platform == "cpu"
         if self._on_host:
             # The host's memory is not ours alone.
