@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -119,11 +120,16 @@ def test_two_hosts_make_the_tokens_of_one(tiny) -> None:
         again = hosts.answer()
         assert again["tokens"] == expected[-1:]
         assert again["prefix_hits"] > answer["prefix_hits"]
+        hosts.follower.send_signal(signal.SIGTERM)  # as a supervisor does that stops all hosts at once
+        time.sleep(1)
+        hosts.ask(prompts[:1], 5)
+        assert hosts.answer()["tokens"] == [expected[0][:5]]
         hosts.leader.stdin.close()
         assert hosts.leader.wait(SOON) == 0
         assert hosts.follower.wait(SOON) == 0
         said = hosts.follower.stdout.read()
         assert "Ready; following rank 0." in said
+        assert "SIGTERM: this host ends with rank 0" in said
         assert "Rank 0 has ended; so does this host." in said
     with LLM(str(path), **OPTIONS, backend_option={"tensor_parallel": "2"}) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)

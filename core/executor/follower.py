@@ -88,15 +88,15 @@ class LeaderLink:
         self._socket.send(self._encoder.encode(Hello(rank, facts)))
         limit = time.monotonic() + START_WITHIN
         while True:
-            if self._monitor.poll(0):  # a restarted rank 0 has not heard the hello
-                recv_monitor_message(self._monitor)
-                raise EngineDeadError(f"Host {rank}: rank 0 at {self._where} has ended. Start this host again.")
             if time.monotonic() > limit:
                 raise EngineDeadError(
                     f"Host {rank}: nothing came from rank 0 at {self._where} within {START_WITHIN:.0f} s. Start it "
                     "there, see that --coordinator is its address, and that the port can be reached from here."
                 )
             if not self._socket.poll(200):
+                # Not reconnected: another rank 0 would not have heard the hello.
+                if self._monitor.poll(0) and not self._socket.poll(0):  # what it said last comes first
+                    raise EngineDeadError(f"Host {rank}: rank 0 at {self._where} has ended. Start this host again.")
                 continue
             message = self._decoder.decode(self._socket.recv())
             if isinstance(message, Refused):
@@ -132,7 +132,7 @@ class LeaderLink:
                     self.calls.put(message)
                 elif isinstance(message, Call):
                     self.calls.put(message)
-            elif self._monitor in ready:
+            elif self._monitor in ready and not self._socket.poll(0):  # what it said last comes first
                 recv_monitor_message(self._monitor)
                 if not stopped:
                     self._on_lost(f"host {self._hosts.rank}: rank 0 is lost: it has ended or cannot be reached.")
