@@ -155,6 +155,13 @@ def test_a_failure_on_rank_0_ends_the_followers_with_its_text() -> None:
         assert "the device stumbled" in text
 
 
+def test_an_engine_that_cannot_be_built_ends_the_followers_with_its_text() -> None:
+    with Group() as group:
+        group.leader.close("The model does not fit.")
+        kind, text = group.hosts[0][1].recv()
+        assert (kind, text) == ("EngineDeadError", "Host 1: rank 0 has ended: The model does not fit.")
+
+
 def test_a_follower_ends_with_its_leader() -> None:
     """The follower is first: it waits for the leader to come."""
     port = free_ports()

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,6 +155,16 @@ def test_a_host_that_is_killed_ends_the_other(tiny, killed: str) -> None:
             hosts.leader.kill()
             assert hosts.follower.wait(SOON) != 0
         assert time.monotonic() - begin < SOON
+
+
+def test_devices_are_taken_host_by_host() -> None:
+    from octavo.backends.tpu.platform import _of_each_host
+
+    found = [SimpleNamespace(process_index=i % 2, id=i) for i in range(7, -1, -1)]
+    devices = _of_each_host(found, 4, Hosts("host:1", 2, 0))
+    assert [(d.process_index, d.id) for d in devices] == [(0, 0), (0, 2), (1, 1), (1, 3)]
+    with pytest.raises(ConfigError, match="needs 5 devices on each; JAX found 2 hosts with at least 4"):
+        _of_each_host(found, 10, Hosts("host:1", 2, 0))
 
 
 def test_devices_that_do_not_divide_over_the_hosts_are_refused() -> None:

@@ -49,8 +49,11 @@ def build_engine(
         backend = Leader(hosts, facts(config, device, model.spec), create, log or (lambda line: None))
     try:
         return _build(config, model, backend, device, progress, Choices(log))
-    except BaseException:
-        backend.close()
+    except BaseException as error:
+        if isinstance(backend, Leader):
+            backend.close(str(error) or type(error).__name__)
+        else:
+            backend.close()
         raise
 
 

@@ -140,14 +140,19 @@ class Leader:
             if (error := self._trouble(self._events.get(), start=False)) is not None:
                 raise self._fail(error)
 
-    def close(self) -> None:
-        """Ends the followers, in order where nothing has failed, and frees the device. Idempotent."""
+    def close(self, reason: str = "") -> None:
+        """Ends the followers, in order where nothing has failed, and frees the device. Idempotent.
+
+        Args:
+            reason: why there will be no engine, told to the followers; "" for an orderly end.
+        """
         if self._closed:
             return
         self._closed = True
         if self._failed is None:
-            self._followers.send(Stop())
-            self._wait(lambda e: e.rank is not None and isinstance(e.message, Bye), len(self._ranks))
+            self._followers.send(Stop(reason))
+            if not reason:
+                self._wait(lambda e: isinstance(e.message, Bye), len(self._ranks))
             if hasattr(self, "_local"):
                 self._worker.start(self._next_job(), self._local.close)
                 self._wait(lambda e: e.job == self._jobs, 1)
