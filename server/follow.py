@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from types import FrameType
 
 from ..core.config import EngineConfig
 from ..core.engine.build import follow_engine
+from ..core.errors import OctavoError
+from ..core.executor.follower import end_process
 from .serve import SAME_SIGNAL, SIGNALS
 
 
@@ -21,7 +24,7 @@ def follow(config: EngineConfig) -> int:
     """Follows rank 0 until it ends. Returns the exit code.
 
     Raises:
-        OctavoError: it could not be started, or rank 0 has broken.
+        OctavoError: it could not join rank 0. What comes later ends the process.
     """
     signalled: list[float] = []
 
@@ -34,12 +37,22 @@ def follow(config: EngineConfig) -> int:
             os._exit(128 + number)
         say(f"{signal.Signals(number).name}: this host ends with rank 0; once more to end it now, and rank 0 with it.")
 
+    joined = False
+
     def on_joined() -> None:
+        nonlocal joined
+        joined = True
         for number in SIGNALS:
             signal.signal(number, on_signal)
 
     def say(line: str) -> None:
         print(f"octavo: {line}", flush=True)
 
-    follow_engine(config, say, on_joined)
+    try:
+        follow_engine(config, say, on_joined)
+    except Exception as error:
+        if not joined:
+            raise
+        # At once: libraries would say good-bye, at their exit, to hosts that may be gone, and some abort over that.
+        end_process(str(error) if isinstance(error, OctavoError) else traceback.format_exc())
     return 0

@@ -54,28 +54,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return path, model
 
 
+def start(model: Path, port: int, rank: int, **more) -> subprocess.Popen:
+    """A host of two, as a process."""
+    options = OPTIONS | more | {
+        "model": str(model), "num_hosts": 2, "host_rank": rank, "coordinator": f"127.0.0.1:{port}",
+        "backend_option": {"tensor_parallel": "2"},
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("jax_hosts.py")), json.dumps(options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if more else None,
+        text=True,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+    )
+
+
 class TwoHosts:
     """Rank 0 and its follower."""
 
     def __init__(self, model: Path) -> None:
-        options = OPTIONS | {
-            "model": str(model),
-            "num_hosts": 2,
-            "coordinator": f"127.0.0.1:{free_ports()}",
-            "backend_option": {"tensor_parallel": "2"},
-        }
-        env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-        script = str(Path(__file__).with_name("jax_hosts.py"))
+        port = free_ports()
         with ExitStack() as stack:
-            self.follower, self.leader = (
-                stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, script, json.dumps(options | {"host_rank": rank})],
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-                    )
-                )
-                for rank in (1, 0)
-            )  # fmt: skip
+            self.follower, self.leader = (stack.enter_context(start(model, port, rank)) for rank in (1, 0))
             stack.callback(self.kill)
             assert "ready" in self.answer()
             self._stack = stack.pop_all()
@@ -155,6 +156,20 @@ def test_a_host_that_is_killed_ends_the_other(tiny, killed: str) -> None:
             hosts.leader.kill()
             assert hosts.follower.wait(SOON) != 0
         assert time.monotonic() - begin < SOON
+
+
+def test_a_model_that_does_not_fit_ends_both_hosts_with_the_reason(tiny) -> None:
+    path, _ = tiny
+    port = free_ports()
+    hosts = [start(path, port, rank, kv_cache_memory=1 << 50) for rank in (0, 1)]
+    try:
+        for host in hosts:
+            _, text = host.communicate(timeout=60)
+            assert "--kv-cache-memory 1048576.0 GiB does not fit" in text
+            assert host.returncode == 1, text
+    finally:
+        for host in hosts:
+            host.kill()
 
 
 def test_devices_are_taken_host_by_host() -> None:
