@@ -52,6 +52,7 @@ __all__ = [
     "CompileAfterReadyError",
     "DeviceInfo",
     "HostTensor",
+    "Hosts",
     "MemoryPlan",
     "ModelSpec",
     "Ops",
@@ -112,6 +113,22 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The hosts that run one engine together, and which of them this is.
+
+    Attributes:
+        coordinator: "host:port" on rank 0, which every host can reach. The port is the backend's own, for its
+            collectives; the next one is the core's (`core/executor/`).
+        count: hosts in all, at least 2.
+        rank: this one, from 0. Rank 0 has the engine; the others do what it tells them.
+    """
+
+    coordinator: str
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class BackendConfig:
     """What a backend is created with.
 
@@ -120,12 +137,14 @@ class BackendConfig:
         dtype: dtype of weights and activations, or "auto": the backend's choice for the model (`pick_dtype`).
         kv_dtype: dtype of the KV cache, or "auto": as `dtype`.
         options: `--backend-option key=value` as given; a backend refuses keys it does not know.
+        hosts: the hosts to run on together; None is this one alone.
     """
 
     device: str
     dtype: str = "auto"
     kv_dtype: str = "auto"
     options: Mapping[str, str] = field(default_factory=dict)
+    hosts: Hosts | None = None
 
 
 class BackendFactory(ABC):
@@ -137,6 +156,9 @@ class BackendFactory(ABC):
         api_version: the `API_VERSION` that it was written for.
         auto_priority: `--device auto` takes the factory with the highest priority among those with devices;
             negative is never taken.
+        multi_host: whether its backends honour `BackendConfig.hosts`. Asked before a backend is made, as making one
+            may wait for the other hosts. Such a backend makes the same calls take effect together on all hosts, and
+            its `device_memory` is that of all hosts as if they were like this one.
         options: the `--backend-option` keys that it knows, each with a line of help.
     """
 
@@ -144,6 +166,7 @@ class BackendFactory(ABC):
     description: str = ""
     api_version: int = API_VERSION
     auto_priority: int = 0
+    multi_host: bool = False
     options: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
@@ -539,6 +562,13 @@ class Backend(ABC):
     def collect(self, handle: Any) -> StepOutput:
         """Waits for a step and returns its output as NumPy arrays. Handles are collected in order."""
         return map_arrays(self.to_host, handle)
+
+    def check(self) -> None:  # noqa: B027 - there is nothing to override for most
+        """Called now and then while there is nothing to run. Default: nothing.
+
+        Raises:
+            EngineDeadError: the device is lost.
+        """
 
     def close(self) -> None:
         """Frees the device. No call follows. Default: drops the references."""

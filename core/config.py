@@ -63,6 +63,11 @@ class EngineConfig:
     )
     prefix_caching: bool = option(True, "Reuse the KV blocks of equal prefixes.")
     chunked_prefill: bool = option(True, "Split long prompts over several steps.")
+    num_hosts: int = option(1, "Hosts that run the model together; the same command is run on each.", low=1)
+    host_rank: int = option(0, "Which of the hosts this is; rank 0 serves, the others follow it.", low=0)
+    coordinator: str | None = option(
+        None, "HOST:PORT on rank 0, for several hosts; that port and the next one must be free there."
+    )
     seed: int | None = option(None, "Seed for requests that bring none. Default: fresh ones.")
     max_waiting: int = option(100_000, "Requests that may wait; further ones are refused.", low=1)
     served_model_name: str | None = option(None, "Name in the API. Default: the model's.")
@@ -83,3 +88,25 @@ class EngineConfig:
             raise ConfigError(f"--memory-utilization must be greater than 0 and at most 1, not {share}.")
         if share is not None and self.kv_cache_memory is not None:
             raise ConfigError("Give --memory-utilization or --kv-cache-memory, not both.")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.host_rank >= self.num_hosts:
+            raise ConfigError(
+                f"--host-rank {self.host_rank} must be below --num-hosts ({self.num_hosts}): ranks count from 0."
+            )
+        if self.num_hosts == 1:
+            if self.coordinator is not None:
+                raise ConfigError("--coordinator is for several hosts: give --num-hosts as well, or leave it out.")
+            return
+        if self.coordinator is None:
+            raise ConfigError(
+                f"--num-hosts {self.num_hosts} needs --coordinator HOST:PORT: an address of rank 0 that all hosts "
+                "can reach."
+            )
+        host, colon, port = self.coordinator.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdecimal() and 1 <= int(port) <= 65534):
+            raise ConfigError(
+                f"--coordinator must be HOST:PORT with a port from 1 to 65534 (the next one is used too), not "
+                f"{self.coordinator!r}."
+            )

@@ -69,6 +69,10 @@ def serve(
     from .serve import serve as run
 
     log.set_up(log_level)
+    if config.host_rank:
+        from .follow import follow
+
+        raise typer.Exit(follow(config))
     http = ServerOptions(config.served_model_name, api_key, max_body_size, tuple(cors_origin), metrics_prefix)
     raise typer.Exit(run(config, ServeOptions(host, port, drain_timeout, http)))
 

@@ -8,8 +8,8 @@ from typing import Any
 from ..core import hub
 from ..core.config import EngineConfig
 from ..core.engine.memory import size_text
-from ..core.engine.plan import Choices, make_plan, open_backend, plan_limits
-from ..core.errors import OutOfMemoryError
+from ..core.engine.plan import Choices, choose_device, create_backend, make_plan, plan_limits
+from ..core.errors import ConfigError, OutOfMemoryError
 from ..core.models.loader import open_model
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -32,9 +32,12 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
     The weights' headers are read, so a damaged checkpoint is found out; their values are not.
     """
+    if config.num_hosts > 1:
+        raise ConfigError("octavo plan looks at one host only: leave --num-hosts out.")
     model = open_model(hub.resolve(config.model, config.revision), config.tokenizer)
     spec, _ = model.spec, model.weights
-    backend, device = open_backend(config)
+    factory, info = choose_device(config)
+    backend, device = create_backend(config, factory, info), info.id
     try:
         memory = backend.memory(spec, plan_limits(config, spec, backend))
         out: dict[str, Any] = {

@@ -194,8 +194,9 @@ class _Serving:
             await engine.drain(LAST_WORDS)
 
     def _on_log(self, line: str) -> None:
-        # What the engine says while it starts is about its choices, and those are announced when it is ready.
-        log.log(logging.INFO if self._ready else logging.DEBUG, line)
+        # What one engine says while it starts is about its choices, and those are announced when it is ready. That of
+        # several hosts says for whom it waits.
+        log.log(logging.INFO if self._ready or self._config.num_hosts > 1 else logging.DEBUG, line)
 
     def _announce(self, engine: AsyncEngine, context: ServerContext) -> None:
         info = engine.info

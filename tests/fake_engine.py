@@ -19,7 +19,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.detokenize import BYTE_OF_CHAR
 from octavo.core.engine.frontend import Frontend
 from octavo.core.engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, TokenLogprobs
-from octavo.core.errors import ConfigError, RequestError, UnavailableError
+from octavo.core.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 from octavo.core.sampling.params import sampling_fields
 from octavo.core.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def frontend(config: EngineConfig) -> Frontend:
 
 
 def build(config: EngineConfig, progress: Any = None, log: Any = None) -> FakeEngine:
-    """Has the signature of `build_engine`. `backend_option` takes: fail=config|bug, delay=seconds per step."""
+    """Has the signature of `build_engine`. `backend_option` takes: fail=config|bug|idle, delay=seconds per step."""
     options = config.backend_option
     if progress:
         progress("load", 1, 2)
@@ -75,6 +75,7 @@ class FakeEngine:
     """Stands in for EngineCore. Each step gives one token to each completion under way, at most max_num_seqs."""
 
     def __init__(self, config: EngineConfig = EngineConfig(), delay: float = 0.0, **info: Any) -> None:
+        self._lost = config.backend_option.get("fail") == "idle"
         facts: dict[str, Any] = {
             "model": "fake",
             "family": "fake",
@@ -176,6 +177,10 @@ class FakeEngine:
             generated_tokens=self._generated,
             steps=self._steps,
         )
+
+    def check(self) -> None:
+        if self._lost:
+            raise EngineDeadError("The fake device was lost.")
 
     def close(self) -> None:
         self.closed = True

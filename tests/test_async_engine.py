@@ -286,6 +286,23 @@ def test_start_raises_what_the_child_raised(how: str, kind: type[OctavoError], t
     assert type(caught.value) is kind
 
 
+def test_an_idle_engine_whose_device_is_lost_dies() -> None:
+    async def body() -> None:
+        config = EngineConfig(backend_option={"fail": "idle"})
+        e = await AsyncEngine.start(config, builder=BUILDER, open_frontend=fake_engine.frontend)
+        try:
+            for _ in range(100):
+                if e.is_dead:
+                    break
+                await asyncio.sleep(0.1)
+            with pytest.raises(EngineDeadError, match="The fake device was lost"):
+                await collect(e.generate("abc", params(), "r"))
+        finally:
+            await e.close()
+
+    asyncio.run(body())
+
+
 def test_close_fails_what_is_under_way() -> None:
     async def body() -> None:
         async with engine(delay=0.001) as e:

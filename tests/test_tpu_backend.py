@@ -16,7 +16,7 @@ from support import write_tree
 from octavo.backends.tpu import TpuFactory
 from octavo.backends.tpu.probe import find_chips, unfit_libtpu
 from octavo.core import plugins
-from octavo.core.backend import BackendConfig, CompileAfterReadyError, StepLimits
+from octavo.core.backend import BackendConfig, CompileAfterReadyError, Hosts, StepLimits
 from octavo.core.config import EngineConfig
 from octavo.core.engine.memory import count_blocks
 from octavo.core.errors import ConfigError, DeviceError, OutOfMemoryError
@@ -300,6 +300,7 @@ class Chip:
     """What JAX says of a chip's memory."""
 
     platform = "tpu"
+    process_index = 0
 
     def __init__(self, stats):
         self.memory_stats = lambda: stats
@@ -330,6 +331,14 @@ V5E = {"bytes_limit": 16 << 30, "bytes_in_use": 1 << 30}
 def test_memory_is_that_of_all_chips():
     jax()
     assert Chips(V5E, V5E).create(BackendConfig("tpu")).device_memory() == (32 << 30, 30 << 30)
+
+
+def test_memory_of_several_hosts_is_this_hosts_times_their_number():
+    jax()
+    elsewhere = Chips(V5E, V5E, V5E, None)  # what another host's chips have cannot be asked
+    elsewhere.chips[3].process_index = elsewhere.chips[2].process_index = 1
+    backend = elsewhere.create(BackendConfig("tpu", hosts=Hosts("host:1", 2, 0)))
+    assert backend.device_memory() == (64 << 30, 60 << 30)
 
 
 @pytest.mark.parametrize("stats", [None, {}])

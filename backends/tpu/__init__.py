@@ -1,4 +1,4 @@
-"""The TPU backend: JAX, one process per host. With `platform=cpu` the very same programs run on JAX's CPU."""
+"""The TPU backend: JAX on one host or several. With `platform=cpu` the very same programs run on JAX's CPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class TpuFactory(BackendFactory):
     name = "tpu"
     description = "JAX on Google's TPUs"
     auto_priority = 50
+    multi_host = True
     options: ClassVar[Mapping[str, str]] = {
         "platform": "tpu, or cpu: the same programs on JAX's CPU, for tests and for people without a TPU",
         "attention": "pallas, a kernel and the default on TPUs, or jnp, plain jax.numpy, which is what the CPU has",
-        "tensor_parallel": "chips to split the model over (default 1)",
-        "cpu_devices": "with platform=cpu: how many devices JAX makes of the CPU (default: tensor_parallel)",
+        "tensor_parallel": "chips to split the model over, on all hosts together (default: one on each host)",
+        "cpu_devices": "with platform=cpu: how many devices JAX makes of a host's CPU (default: as many as are needed)",
     }
 
     def probe(self) -> Probe:
@@ -58,8 +59,14 @@ class TpuFactory(BackendFactory):
             raise ConfigError(f"attention must be pallas or jnp, not {config.options['attention']!r}.")
         if platform == "cpu" and config.options.get("attention") == "pallas":
             raise ConfigError("attention=pallas needs a TPU: the kernel does not run on the CPU. Use attention=jnp.")
-        tensor_parallel = _count(config, "tensor_parallel", 1)
-        cpu_devices = _count(config, "cpu_devices", tensor_parallel)
+        hosts = config.hosts.count if config.hosts else 1
+        tensor_parallel = _count(config, "tensor_parallel", hosts)
+        if tensor_parallel % hosts:
+            raise ConfigError(
+                f"tensor_parallel={tensor_parallel} must be a multiple of --num-hosts {hosts}: each host has the same "
+                f"number of chips."
+            )
+        cpu_devices = _count(config, "cpu_devices", tensor_parallel // hosts)
         if platform != "cpu" and "cpu_devices" in config.options:
             raise ConfigError("cpu_devices is for platform=cpu only: a TPU has the chips it has.")
         try:
@@ -69,7 +76,7 @@ class TpuFactory(BackendFactory):
             raise DeviceError(
                 f"The TPU backend cannot be used: {error}. Install it with pip install 'octavo[tpu]'."
             ) from error
-        return TpuBackend(config, devices(platform, tensor_parallel, cpu_devices))
+        return TpuBackend(config, devices(platform, tensor_parallel, cpu_devices, config.hosts))
 
 
 def _count(config: BackendConfig, name: str, default: int) -> int:

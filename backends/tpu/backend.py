@@ -22,7 +22,7 @@ from ...core.backend import (
 from ...core.errors import DeviceError, OutOfMemoryError
 from ...core.models.spec import DTYPE_BYTES, ModelSpec, ParamSpec, model_params
 from ...core.models.weights import HostTensor
-from ...core.step import Step, StepOutput, StepShape, dummy_step, map_arrays
+from ...core.step import Step, StepInput, StepOutput, StepShape, dummy_step, map_arrays
 from ..host import host_memory
 from .attend import PIECE_BYTES
 from .cache import BlockMover, padded_width, width
@@ -31,6 +31,7 @@ from .mesh import DeviceMesh, put
 from .ops import TpuOps
 from .padding import pad
 from .params import load_params, place
+from .platform import leave_hosts
 from .programs import Layout, Program, Programs
 from .shapes import check_scalar_memory, step_constraints
 
@@ -38,11 +39,14 @@ DTYPES = ("bfloat16", "float32")
 
 
 class TpuBackend(Backend):
-    """JAX devices of one host as a mesh; every step runs as programs that were compiled before traffic."""
+    """JAX devices, of one host or several, as a mesh; every step runs as programs that were compiled before traffic."""
 
     def __init__(self, config: BackendConfig, devices: Sequence[jax.Device]) -> None:
         super().__init__(config)
-        self._devices = devices
+        self._devices, self._hosts = devices, 1
+        if config.hosts:
+            self._devices = [device for device in devices if device.process_index == jax.process_index()]
+            self._hosts = config.hosts.count
         self._on_host = devices[0].platform == "cpu"
         if self._on_host:
             # The host's memory is not ours alone.
@@ -65,9 +69,10 @@ class TpuBackend(Backend):
     # Memory
 
     def device_memory(self) -> tuple[int, int]:
-        """Of all devices of the mesh together."""
+        """Of all devices of the mesh together, as if every host were like this one."""
         if self._on_host:
-            return host_memory()
+            total, available = host_memory()
+            return total * self._hosts, available * self._hosts
         total = available = 0
         for device in self._devices:
             stats = device.memory_stats()
@@ -78,7 +83,7 @@ class TpuBackend(Backend):
                 )
             total += stats["bytes_limit"]
             available += stats["bytes_limit"] - stats["bytes_in_use"]
-        return total, available
+        return total * self._hosts, available * self._hosts
 
     def cache_spec(self, model: ModelSpec, limits: StepLimits) -> CacheSpec:
         """With the heads and the head width that padding gives."""
@@ -178,12 +183,17 @@ class TpuBackend(Backend):
         """Returns at once: JAX computes in the background."""
         program = self.program(step.shape)
         with self._guard.watch():
-            # The caller overwrites its arrays while JAX may still read, or keep, what it is given.
-            inputs = jax.device_put(map_arrays(np.array, step.inputs), self.mesh.replicated)
+            inputs = self._inputs(step.inputs)
             self.cache, output = program(self.params, self.cache, inputs)
             for array in output:
                 array.copy_to_host_async()
         return output
+
+    def _inputs(self, inputs: StepInput) -> StepInput:
+        if self._hosts > 1:
+            return map_arrays(self.from_host, inputs)
+        # All at once is faster. The caller overwrites its arrays while JAX may still read, or keep, what it is given.
+        return jax.device_put(map_arrays(np.array, inputs), self.mesh.replicated)
 
     def collect(self, handle: StepOutput) -> StepOutput:
         return map_arrays(self.to_host, handle)
@@ -192,3 +202,5 @@ class TpuBackend(Backend):
         super().close()
         self._guard.stop()
         self._mover = None  # type: ignore[assignment]
+        if self._hosts > 1:
+            leave_hosts()

@@ -62,5 +62,12 @@ class DeviceMesh:
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array on the devices. JAX may keep the host's memory instead of copying it, so it is given a copy."""
-    return jax.device_put(np.array(array), sharding)
+    """The array, the same on every host, on the devices.
+
+    JAX may keep the host's memory instead of copying it, so it is given a copy. `device_put` would compare the arrays
+    of several hosts with each other, over the network.
+    """
+    copy = np.array(array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(copy, sharding)
+    return jax.make_array_from_callback(copy.shape, sharding, copy.__getitem__)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from .. import hub
-from ..backend import Backend
 from ..config import EngineConfig
+from ..errors import ConfigError
+from ..executor.executor import Executor
+from ..executor.facts import facts
+from ..executor.follower import follow
+from ..executor.leader import Leader
 from ..models.loader import LoadedModel, open_model
 from .engine import EngineCore
-from .plan import Choices, make_plan, open_backend
+from .plan import Choices, choose_device, create_backend, hosts_of, make_plan
 from .types import EngineInfo
 
 Progress = Callable[[str, int, int], None]
@@ -28,19 +33,54 @@ def build_engine(
     Raises:
         OctavoError: whatever stands in the way, with what to change.
     """
+    if config.host_rank:
+        raise ConfigError(
+            f"The engine is on rank 0, and --host-rank {config.host_rank} follows it: on this host run `octavo serve` "
+            "with the same options."
+        )
     model = open_model(hub.resolve(config.model, config.revision), config.tokenizer)
-    backend, device = open_backend(config)
+    factory, info = choose_device(config)
+    create, device = partial(create_backend, config, factory, info), info.id
+    hosts = hosts_of(config)
+    backend: Executor
+    if hosts is None:
+        backend = create()
+    else:
+        backend = Leader(hosts, facts(config, device, model.spec), create, log or (lambda line: None))
     try:
         return _build(config, model, backend, device, progress, Choices(log))
-    except BaseException:
-        backend.close()
+    except BaseException as error:
+        if isinstance(backend, Leader):
+            backend.close(str(error) or type(error).__name__)
+        else:
+            backend.close()
         raise
+
+
+def follow_engine(config: EngineConfig, log: Callable[[str], None], on_joined: Callable[[], None]) -> None:
+    """Runs this host as a follower of rank 0's engine, until that ends in order.
+
+    Args:
+        config: as on rank 0, with this host's rank.
+        log: called with what happens, a sentence at a time.
+        on_joined: called once all hosts are there.
+
+    Raises:
+        OctavoError: rank 0 refused this host, or has ended; or what stands in the way here.
+    """
+    hosts = hosts_of(config)
+    assert hosts is not None
+    assert hosts.rank > 0
+    model = open_model(hub.resolve(config.model, config.revision), config.tokenizer)
+    factory, info = choose_device(config)
+    create = partial(create_backend, config, factory, info)
+    follow(hosts, facts(config, info.id, model.spec), create, model.spec, lambda: model.weights, log, on_joined)
 
 
 def _build(
     config: EngineConfig,
     model: LoadedModel,
-    backend: Backend,
+    backend: Executor,
     device: str,
     progress: Progress | None,
     choices: Choices,

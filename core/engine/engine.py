@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Backend, StepConstraints, StepLimits
-from ..errors import RequestError, UnavailableError
+from ..backend import StepConstraints, StepLimits
+from ..errors import EngineDeadError, RequestError, UnavailableError
+from ..executor.executor import Executor
 from ..sampling.adjust import Adjustments
 from ..sampling.params import SamplingParams
 from ..sampling.rng import child_seed
@@ -40,7 +41,7 @@ class EngineCore:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Executor,
         info: EngineInfo,
         limits: StepLimits,
         constraints: StepConstraints,
@@ -156,6 +157,7 @@ class EngineCore:
         """Launches what can be launched, waits for the oldest step and returns what it gave.
 
         Raises:
+            EngineDeadError: a host is lost, so no step can run any more.
             Exception: what the backend raised, when several steps in a row failed; before that, a failed step
                 ends its own requests with "error" and the engine goes on.
         """
@@ -180,6 +182,10 @@ class EngineCore:
         stats = self.scheduler.snapshot()
         stats.late_compiles = self.backend.late_compiles.count
         return stats
+
+    def check(self) -> None:
+        """For the time between requests: raises EngineDeadError where the device was lost meanwhile."""
+        self.backend.check()
 
     def close(self) -> None:
         """Drops all requests and frees the device."""
@@ -210,7 +216,7 @@ class EngineCore:
     def _fail(self, batch: Batch, error: Exception) -> None:
         """Ends the requests of a failed step; all others are computed again, as nobody knows what the cache holds."""
         self._failures += 1
-        if self._failures >= _MAX_FAILURES:
+        if self._failures >= _MAX_FAILURES or isinstance(error, EngineDeadError):
             raise error
         text = f"The step failed on the device: {type(error).__name__}: {error}"
         lost = [batch, *(later for later, _ in self._in_flight)]

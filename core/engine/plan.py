@@ -7,9 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import plugins
-from ..backend import Backend, BackendConfig, MemoryPlan, StepConstraints, StepLimits
+from ..backend import (
+    Backend,
+    BackendConfig,
+    BackendFactory,
+    DeviceInfo,
+    Hosts,
+    MemoryPlan,
+    StepConstraints,
+    StepLimits,
+)
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..executor.executor import Executor
 from ..models.spec import ModelSpec
 from .memory import count_blocks, fit_model_len, size_text
 
@@ -59,18 +69,39 @@ class Choices:
             self._log(text)
 
 
-def open_backend(config: EngineConfig) -> tuple[Backend, str]:
-    """The backend that the configuration asks for, and the id of its device. Nothing is loaded yet.
+def choose_device(config: EngineConfig) -> tuple[BackendFactory, DeviceInfo]:
+    """The plugin and the device that the configuration asks for. Nothing is started yet.
 
     Raises:
-        DeviceError, ConfigError: there is no such device, or it has no such option.
+        DeviceError, ConfigError: there is no such device, or it does not run on several hosts.
     """
     factory, device = plugins.select(config.device, config.backend_option)
-    backend_config = BackendConfig(device.id, config.dtype, config.kv_cache_dtype, config.backend_option)
-    return plugins.create(factory, backend_config), device.id
+    if config.num_hosts > 1 and not factory.multi_host:
+        raise ConfigError(
+            f"--num-hosts {config.num_hosts}: the plugin {factory.name} runs on one host only. Leave --num-hosts out, "
+            "or choose a --device that spans hosts."
+        )
+    return factory, device
 
 
-def plan_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> StepLimits:
+def hosts_of(config: EngineConfig) -> Hosts | None:
+    """The hosts that the configuration names; None for this one alone."""
+    if config.coordinator is None:
+        return None
+    return Hosts(config.coordinator, config.num_hosts, config.host_rank)
+
+
+def create_backend(config: EngineConfig, factory: BackendFactory, device: DeviceInfo) -> Backend:
+    """The backend on the chosen device; with several hosts this may wait for the others.
+
+    Raises:
+        DeviceError, ConfigError: the device cannot be used, or has no such option.
+    """
+    options, hosts = config.backend_option, hosts_of(config)
+    return plugins.create(factory, BackendConfig(device.id, config.dtype, config.kv_cache_dtype, options, hosts))
+
+
+def plan_limits(config: EngineConfig, spec: ModelSpec, backend: Executor) -> StepLimits:
     """The limits as far as the model and the device decide them; memory may shorten the context yet.
 
     Raises:
@@ -86,7 +117,7 @@ def plan_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> Step
     return StepLimits(asked or spec.max_position, config.max_num_seqs, config.max_num_batched_tokens, block_size)
 
 
-def make_plan(config: EngineConfig, spec: ModelSpec, backend: Backend, device: str, choices: Choices) -> EnginePlan:
+def make_plan(config: EngineConfig, spec: ModelSpec, backend: Executor, device: str, choices: Choices) -> EnginePlan:
     """Plans the engine.
 
     Raises:

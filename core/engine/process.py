@@ -24,6 +24,7 @@ from .messages import Command, Event, Failure, Fatal, Log, Outputs, Progress, Re
 
 BUILDER = f"{__package__}.build:build_engine"  # under whatever name this package was imported
 STATS_EVERY = 1.0  # seconds between two reports while steps put nothing out
+CHECK_EVERY = 1000  # milliseconds between two looks at an idle engine's device
 LINGER = 2000  # milliseconds that the child waits at its end for its last message to be read
 # sockaddr_un takes 104 bytes on macOS, 108 on Linux, the final zero included.
 MAX_SOCKET_PATH = 100
@@ -129,7 +130,8 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Obeys the commands that are there; waits for one while there is nothing to do. False is Shutdown."""
         if not self._engine.has_work:
-            self._commands.poll()
+            while not self._commands.poll(CHECK_EVERY):
+                self._engine.check()
         while True:
             try:
                 command = self._decoder.decode(self._commands.recv(zmq.NOBLOCK))
