@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..backend import Capabilities, MemoryPlan, StepConstraints, StepLimits
+from ..late import LateCompiles
 from ..models.spec import ModelSpec
 from ..models.weights import WeightSource
 from ..step import Step, StepOutput, StepShape
@@ -17,6 +18,9 @@ class Executor(Protocol):
     """The part of `Backend` that the engine uses; every method is as described there."""
 
     model: ModelSpec
+
+    @property
+    def late_compiles(self) -> LateCompiles: ...
 
     def capabilities(self) -> Capabilities: ...
     def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints: ...

@@ -12,6 +12,7 @@ import numpy as np
 from ..backend import Backend, Capabilities, Hosts, MemoryPlan, StepConstraints, StepLimits
 from ..engine.messages import Failure
 from ..errors import EngineDeadError, OctavoError
+from ..late import LateCompiles
 from ..models.spec import ModelSpec
 from ..models.weights import WeightSource
 from ..step import Step, StepOutput, StepShape
@@ -80,6 +81,11 @@ class Leader:
             raise
 
     # What needs no other host
+
+    @property
+    def late_compiles(self) -> LateCompiles:
+        """Those of this host; the others run the same programs."""
+        return self._local.late_compiles
 
     def capabilities(self) -> Capabilities:
         return self._local.capabilities()
