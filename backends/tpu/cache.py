@@ -45,14 +45,27 @@ def width(spec: CacheSpec) -> int:
     return 2 * spec.num_kv_heads * spec.head_dim
 
 
+def _rows(stack: Any, blocks: Any) -> tuple[Any, Any]:
+    """The cache as rows of [block size, W], and in it those of blocks int32 [n] in each layer: int32 [n, layers].
+
+    Along one leading axis, rows are moved where they lie; along the second of two, the TPU's compiler would rather
+    copy the whole cache into another order and back.
+    """
+    layers, count, size, columns = stack.shape
+    rows = jnp.arange(layers, dtype=jnp.int32) * count + blocks[:, None]
+    return stack.reshape(layers * count, size, columns), jnp.where(blocks[:, None] < count, rows, layers * count)
+
+
 def read_blocks(stack: Any, blocks: Any) -> Any:
     """Contents of blocks, int32 [n] → [n, layers, block size, W]; a number beyond the last gives anything."""
-    return jnp.swapaxes(jnp.take(stack, blocks, axis=1, mode="clip"), 0, 1)
+    flat, rows = _rows(stack, blocks)
+    return jnp.take(flat, rows, axis=0, mode="clip")
 
 
 def write_blocks(stack: Any, blocks: Any, contents: Any) -> Any:
     """The cache with contents [n, layers, block size, W] in blocks int32 [n]; a number beyond the last is skipped."""
-    return stack.at[:, blocks].set(jnp.swapaxes(contents, 0, 1), mode="drop")
+    flat, rows = _rows(stack, blocks)
+    return flat.at[rows].set(contents, mode="drop").reshape(stack.shape)
 
 
 def copy_blocks(stack: Any, source: Any, target: Any) -> Any:
