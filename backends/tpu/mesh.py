@@ -27,26 +27,23 @@ class DeviceMesh:
     def __init__(self, devices: Sequence[Any]) -> None:
         self._mesh = Mesh(np.asarray(devices), (AXIS,))
         self.size = len(devices)
-        self.replicated = self._sharding()
-        self.cache = self._sharding(None, None, None, AXIS)
+        self.replicated = self.sharding()
+        self.cache = self.sharding(None, None, None, AXIS)
 
-    def _sharding(self, *axes: str | None) -> NamedSharding:
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """The sharding of arrays whose axes are split (AXIS) or not (None)."""
         return NamedSharding(self._mesh, PartitionSpec(*axes))
 
     def padding(self, model: ModelSpec) -> Padding:
         """How the model is padded on this mesh."""
         return pad(model, self.size)
 
-    def param(self, param: ParamSpec, stacked: bool = False) -> NamedSharding:
-        """Where a parameter lies.
-
-        Args:
-            stacked: whether the array has an axis of layers before the parameter's own.
-        """
+    def param(self, param: ParamSpec) -> NamedSharding:
+        """Where a parameter lies."""
         axes: list[str | None] = [None] * len(param.shape)
         if param.shard is not None:
             axes[split_axis(param)] = AXIS
-        return self._sharding(*((None,) if stacked else ()), *axes)
+        return self.sharding(*axes)
 
     def per_device(self, function: Callable[..., Any], split: Any, out: PartitionSpec) -> Callable[..., Any]:
         """The function as each device runs it on its part.

@@ -132,10 +132,14 @@ class TpuOps(Ops):
 
 
 def _product(x: Any, weight: Any) -> jax.Array:
-    """[T, in] times the transposed [out, in] → float32 [T, out]."""
+    """[T, in] times the transposed [out, in], or [in / 128, out, 128] → float32 [T, out]."""
     # A TPU multiplies float32 in bfloat16 unless told otherwise.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    contracted = ((1,), (1,))
+    if weight.ndim == 3:
+        x = x.reshape(x.shape[0], weight.shape[0], weight.shape[2])
+        contracted = ((1, 2), (0, 2))
+    return lax.dot_general(x, weight, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _repeat(times: int, body: Any, state: Any) -> Any:
