@@ -4,7 +4,11 @@
 
 For one model on one kind of chip it compiles the step with the most tokens and the largest decode, with abstract
 weights, and checks what the compiler reports: the cache is donated (aliased byte for byte), each chip's memory holds
-it all, and the plan promised enough. Flops and bytes are recorded; the compiler counts the body of a loop once.
+it all, and the plan promised enough.
+
+Flops and bytes that the compiler counts stand beside the least that such a step takes (`core/models/cost.py`), with
+every sequence as long as its block table. The compiler counts the body of a loop over layers once: what a layer costs
+is the difference between models of two layers and of one, unrolled.
 
 It shows that the programs compile and fit, not that they are right or fast.
 """
@@ -17,6 +21,8 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +88,8 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.core.backend import BackendConfig, Cache, StepLimits
     from octavo.core.config import EngineConfig
     from octavo.core.engine.memory import count_blocks
+    from octavo.core.models.cost import step_cost
+    from octavo.core.step import StepShape
     from octavo.testing.models import tiny_spec
 
     topology, gib = CHIPS[args.topology]
@@ -108,14 +116,40 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     layout = Layout(model, backend.ops, mesh, params, Cache(stack, sampled), limits.max_num_seqs)
 
     shapes = backend.constraints(model, limits).shapes()
-    wanted = {
-        "prefill": lambda: lower_forward(layout, max((s for s in shapes if not s.decode), key=lambda s: s[:4])),
-        "decode": lambda: lower_forward(layout, max((s for s in shapes if s.decode), key=lambda s: s[:4])),
+    largest = {
+        name: max((s for s in shapes if s.decode == (name == "decode")), key=lambda s: s[:4])
+        for name in ("prefill", "decode")
+    }
+    wanted = {name: partial(lower_forward, layout, shape) for name, shape in largest.items()} | {
         "sampler": lambda: lower_sampler(layout, limits.max_num_seqs, shapes[-1].sampler),
     }
     wanted |= {f"{name} blocks": lambda low=low: low for name, low in lower_movers(stack, mesh.replicated).items()}
     cache_bytes = stack.size * stack.dtype.itemsize // mesh.size
     faults, programs = [], {}
+
+    def counted(shape: StepShape, layers: int) -> dict[str, float]:
+        """Flops and bytes of a forward pass with so few layers that they are unrolled."""
+        small = replace(model, num_layers=layers, sliding_window=())
+        cut = Cache(jax.ShapeDtypeStruct((layers, *stack.shape[1:]), stack.dtype, sharding=stack.sharding), sampled)
+        of = replace(layout, model=small, cache=cut, params=abstract_params(small, mesh, backend.dtype(model)))
+        return lower_forward(of, shape).compile().cost_analysis()
+
+    def against_least(shape: StepShape, whole: dict[str, float]) -> dict[str, float]:
+        """What the compiler counts on one chip for all layers, and the least there is to do, split evenly."""
+        one, two = counted(shape, 1), counted(shape, 2)
+        length = shape.blocks * spec.block_size
+        least = step_cost(
+            model, shape.tokens, shape.tokens * length, shape.sequences * length, shape.rows,
+            jnp.dtype(backend.dtype(model)).itemsize, stack.dtype.itemsize,
+        )  # fmt: skip
+        report = {}
+        for key, name, minimum in (("flops", "flops", least.flops), ("bytes accessed", "bytes", least.bytes)):
+            all_layers = whole[key] + (model.num_layers - 1) * (two[key] - one[key])
+            report |= {name: all_layers, f"least_{name}": minimum // mesh.size}
+            report[f"{name}_per_token"] = round(all_layers / shape.tokens)
+            report[f"{name}_over_least"] = round(all_layers * mesh.size / minimum, 3)
+        return report
+
     for name, lower in wanted.items():
         start = time.monotonic()
         compiled = lower().compile()
@@ -129,8 +163,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
             "temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
             "bytes_used": used,
-            "flops": cost.get("flops"),
-            "bytes_accessed": cost.get("bytes accessed"),
+            **(against_least(largest[name], cost) if name in largest else {}),
         }
         if used > hbm:
             faults.append(f"{name} takes {used} bytes of a chip's {hbm}")
