@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -45,6 +46,15 @@ MODELS = {
 }  # fmt: skip
 
 
+# (chip, model, chips of the mesh); Llama-3.1-8B does not fit on one v5e.
+CASES = [
+    *((chip, "demo", 1) for chip in ("v5e", "v5p", "v6e", "tpu7x")),
+    ("v6e", "demo", 4),
+    *((chip, "llama-3.1-8b", 1) for chip in ("v5p", "v6e", "tpu7x")),
+    *((chip, "llama-3.1-8b", 4) for chip in ("v5e", "v5p", "v6e", "tpu7x")),
+]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", choices=CHIPS, default="v6e")
@@ -53,12 +63,15 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where the report goes; with --all, the table in Markdown")
+    parser.add_argument("--all", action="store_true", help="every case of CASES, one after another, as a table")
     args = parser.parse_args()
     for package in ("jax", "libtpu"):
         if importlib.util.find_spec(package) is None:
             print(f"skipped: {package} is not installed; pip install 'octavo[tpu]' brings it.")
             return SKIPPED
+    if args.all:
+        return check_all(args)
     # No chip is opened: constants are made on the CPU, and several gates may run side by side.
     os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     from octavo.core.errors import OctavoError
@@ -73,6 +86,37 @@ def main() -> int:
     if args.json:
         args.json.write_text(text + "\n")
     return 1 if report["faults"] else 0
+
+
+def check_all(args: argparse.Namespace) -> int:
+    """Each case in a process of its own; prints a row for each as it is done."""
+    head = "| model | chips | context, sequences, tokens | KV blocks | program | compiled in s | temporary MiB |"
+    head += " used of HBM | flops over least | bytes over least |"
+    rows, failed = [head, "|---" * 10 + "|"], False
+    limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in limits]
+    for chip, model, count in CASES:
+        case = ["--topology", chip, "--model", model, "--tensor-parallel", str(count)]
+        done = subprocess.run([sys.executable, __file__, *case, *flags], capture_output=True, text=True, check=False)
+        if done.returncode:
+            failed = True
+            print(f"{chip} {model} {count}: {done.stdout}{done.stderr[-2000:]}", file=sys.stderr)
+            continue
+        report = json.loads(done.stdout)
+        for name in ("prefill", "decode"):
+            p = report["programs"][name]
+            cells = [
+                model, f"{count} x {chip}", ", ".join(f"{getattr(args, name):,}" for name in limits),
+                f"{report['kv_blocks']:,}", name, p["seconds"], round(p["temp_bytes"] / 2**20, 1),
+                f"{p['bytes_used'] / report['hbm_bytes']:.0%}", p["flops_over_least"], p["bytes_over_least"],
+            ]  # fmt: skip
+            rows.append("| " + " | ".join(map(str, cells)) + " |")
+            print(rows[-1], file=sys.stderr)
+    table = "\n".join(rows)
+    print(table)
+    if args.json:
+        args.json.write_text(table + "\n")
+    return int(failed)
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:

@@ -399,7 +399,12 @@ class Backend(ABC):
 
     @abstractmethod
     def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints:
-        """Which steps it takes for this model within these limits."""
+        """Which steps it takes for this model within these limits.
+
+        Raises:
+            ContextTooLongError: the context is too long for it; where the user asked for none, a shorter one is taken.
+            ConfigError: it cannot take these limits.
+        """
 
     @abstractmethod
     def device_memory(self) -> tuple[int, int]:

@@ -11,6 +11,18 @@ class ConfigError(OctavoError, ValueError):
     """An option, or a combination of options, cannot be honoured as asked."""
 
 
+class ContextTooLongError(ConfigError):
+    """The device's programs cannot take so long a context with so many sequences.
+
+    Attributes:
+        max_model_len: the longest context that they take, in tokens.
+    """
+
+    def __init__(self, message: str, max_model_len: int) -> None:
+        super().__init__(message)
+        self.max_model_len = max_model_len
+
+
 class DeviceError(OctavoError):
     """No device can be used as asked; the message says what each probe found."""
 

@@ -19,7 +19,8 @@ from octavo.core import plugins
 from octavo.core.backend import BackendConfig, CompileAfterReadyError, Hosts, StepLimits
 from octavo.core.config import EngineConfig
 from octavo.core.engine.memory import count_blocks
-from octavo.core.errors import ConfigError, DeviceError, OutOfMemoryError
+from octavo.core.engine.plan import Choices, make_plan
+from octavo.core.errors import ConfigError, ContextTooLongError, DeviceError, OutOfMemoryError
 from octavo.core.step import Step, StepShape, dummy_step
 from octavo.testing import reference
 from octavo.testing.kit import DeviceCase, Kit
@@ -139,6 +140,21 @@ def test_senseless_options_are_refused(device, options, message):
 
 
 # ------------------------------------------------------------------------------------------------ programs
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_weights_in_blocks_of_128_columns_compute_the_model(devices):
+    """As TPU7x likes them; all linear ones but `o`, whose 8 heads of 16 on two devices are 64 columns each."""
+    jax()
+    case = DeviceCase("tpu", options={"platform": "cpu", "tensor_parallel": str(devices)})
+    model = tiny_spec(num_layers=6, hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=2)
+    loaded = Kit(case).load(model, LIMITS, 64)
+    dimensions = {name: stack.ndim for name, stack in loaded.backend.params["layers"].items()}
+    assert dimensions == {**dict.fromkeys(dimensions, 4), "attn_norm": 2, "mlp_norm": 2, "o": 4 if devices == 1 else 3}
+    text = np.random.default_rng(3).integers(0, model.vocab_size, 50)
+    simulator = Simulator(loaded)
+    logits = simulator.logits([(simulator.open(), text.tolist())])
+    assert_close(logits[0], reference.decoder(model, loaded.parameter, text)[-1], "float32", 32, "the last token")
 
 
 def test_a_compilers_loop_over_the_layers_computes_the_model(deep):
@@ -379,3 +395,13 @@ def test_block_tables_beyond_scalar_memory_are_refused(limits, advice):
     ):
         backend.constraints(LLAMA_8B, replace(limits, **{fields[flag]: int(number)}))
     backend.constraints(LLAMA_8B, StepLimits(8192, 256, 2048, 16))
+
+
+def test_a_context_that_nobody_asked_for_is_shortened_to_what_scalar_memory_holds():
+    jax()
+    backend, choices = Chips({**V5E, "bytes_limit": 96 << 30}).create(BackendConfig("tpu")), Choices()
+    plan = make_plan(EngineConfig(), LLAMA_8B, backend, "tpu", choices)
+    assert plan.limits.max_model_len == 8192
+    assert any("--max-model-len is 8192. Block tables" in choice for choice in choices.made)
+    with pytest.raises(ContextTooLongError):
+        make_plan(EngineConfig(max_model_len=131072), LLAMA_8B, backend, "tpu", Choices())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from ...core.backend import Buckets, StepConstraints, StepLimits
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, ContextTooLongError
 from ...core.models.spec import ModelSpec
 from ...core.sampling.params import MAX_LOGPROBS
 from ...core.step import SamplerShape
@@ -74,7 +75,8 @@ def check_scalar_memory(constraints: StepConstraints, limits: StepLimits) -> Non
     sizes = [b for b in (32, 64, 128) if b > limits.block_size]
     sizes = [b for b in sizes if needed_with(replace(limits, block_size=b)) <= SCALAR_MEMORY]
     advice += [f"--block-size {sizes[0]}"] if sizes else []
-    raise ConfigError(
+    kind = partial(ContextTooLongError, max_model_len=lengths[-1]) if lengths else ConfigError
+    raise kind(
         f"Block tables for --max-num-seqs {limits.max_num_seqs} sequences of --max-model-len {limits.max_model_len} "
         f"tokens take {needed()} bytes of a TPU's scalar memory, and {SCALAR_MEMORY} are there. Lower one of them or "
         f"use larger blocks: {' or '.join(advice)} would do."

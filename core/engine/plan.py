@@ -18,7 +18,7 @@ from ..backend import (
     StepLimits,
 )
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ContextTooLongError
 from ..executor.executor import Executor
 from ..models.spec import ModelSpec
 from .memory import count_blocks, fit_model_len, size_text
@@ -145,7 +145,14 @@ def make_plan(config: EngineConfig, spec: ModelSpec, backend: Executor, device: 
             f"--memory-utilization is {memory.default_utilization}, and the KV cache takes at most "
             f"{memory.default_cache_share:.0%} of memory: this device's defaults."
         )
-    constraints = backend.constraints(spec, limits)
+    try:
+        constraints = backend.constraints(spec, limits)
+    except ContextTooLongError as error:
+        if config.max_model_len is not None:
+            raise
+        limits = replace(limits, max_model_len=error.max_model_len)
+        choices.add(f"--max-model-len is {limits.max_model_len}. {error}")
+        constraints = backend.constraints(spec, limits)
     _check_constraints(constraints, limits)
     host_blocks = config.swap_space // memory.block_bytes
     if config.swap_space and not host_blocks:
