@@ -13,6 +13,8 @@ DEFAULT_DEVICES = (
     "reference/float64",
     "reference/float32/static=1",
     "cpu/float32/threads=1",
+    "cpu/float32/threads=1/kernels=torch",
+    "cpu/bfloat16/threads=1/kernels=torch",
     "cpu/float64/threads=1",
     "cpu/bfloat16/threads=1",
     "cpu/float16/threads=1",

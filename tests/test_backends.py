@@ -73,7 +73,7 @@ def test_senseless_options_are_refused(factory, options):
 
 def test_cpu_dtype_follows_the_instructions(monkeypatch):
     pytest.importorskip("torch")
-    backend = CpuFactory().create(BackendConfig("cpu"))
+    backend = CpuFactory().create(BackendConfig("cpu", options={"kernels": "torch"}))
     for features, dtype, expected in (
         (("avx2",), "bfloat16", "float32"),
         (("avx512_bf16",), "bfloat16", "bfloat16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from ...core.backend import Backend, BackendConfig, BackendFactory, DeviceInfo, Probe
@@ -12,6 +13,7 @@ from ...core.errors import ConfigError, DeviceError
 from ...core.plugins import hookimpl
 from ..host import host_memory
 from .cpuinfo import cpu_info
+from .native.variants import find_library
 
 NO_TORCH = "it needs torch, which is not installed: pip install 'octavo[cpu]'"
 
@@ -22,7 +24,11 @@ class CpuFactory(BackendFactory):
     name = "cpu"
     description = "torch on the host's processors"
     auto_priority = 10
-    options: ClassVar[Mapping[str, str]] = {"threads": "threads that torch computes with (default: torch's own choice)"}
+    options: ClassVar[Mapping[str, str]] = {
+        "threads": "threads to compute with (default: one for each processor that this process may use)",
+        "quantization": "int8 or int4: matrices are rounded to so many bits when they are loaded (native kernels only)",
+        "kernels": "native, the compiled ones (default where they were built), or torch",
+    }
 
     def probe(self) -> Probe:
         if importlib.util.find_spec("torch") is None:
@@ -31,6 +37,8 @@ class CpuFactory(BackendFactory):
         details = {"threads": str(info.threads)}
         if info.features:
             details["instructions"] = ", ".join(info.features)
+        found = find_library(info)
+        details["kernels"] = found[0] if found else "torch's: none were built for this processor with the package"
         return Probe((DeviceInfo("cpu", info.name, host_memory()[0], details),))
 
     def create(self, config: BackendConfig) -> Backend:
@@ -47,7 +55,33 @@ class CpuFactory(BackendFactory):
             from .backend import CpuBackend
         except ImportError as error:
             raise DeviceError(f"The CPU backend cannot be used: {NO_TORCH} ({error})") from error
-        return CpuBackend(config, threads=None if text is None else int(text))
+        threads = None if text is None else int(text)
+        found = _kernels(config)
+        if found is None:
+            return CpuBackend(config, threads)
+        from .native.backend import NativeBackend
+        from .native.library import Library
+
+        return NativeBackend(config, Library(*found, threads or cpu_info().threads))
+
+
+def _kernels(config: BackendConfig) -> tuple[str, Path] | None:
+    """(variant, file) of the compiled kernels, where they are to be used."""
+    wanted = config.options.get("kernels")
+    if wanted not in (None, "native", "torch"):
+        raise ConfigError(f"kernels must be native or torch, not {wanted!r}.")
+    quantization = config.options.get("quantization")
+    if quantization not in (None, "int8", "int4"):
+        raise ConfigError(f"quantization must be int8 or int4, not {quantization!r}.")
+    needed = "kernels=native" if wanted == "native" else f"quantization={quantization}" if quantization else None
+    if wanted == "torch" or "float64" in (config.dtype, config.kv_dtype):
+        if needed:
+            raise ConfigError(f"{needed} does not go with kernels=torch nor with float64: leave one of them out.")
+        return None
+    found = find_library(cpu_info())
+    if found is None and needed:
+        raise ConfigError(f"{needed} needs compiled kernels, and none were built with the package (is there g++?).")
+    return found
 
 
 @hookimpl

@@ -20,11 +20,13 @@ class CpuInfo:
         name: the model's name, or the architecture where it is not told.
         threads: hardware threads that this process may use.
         features: notable instruction sets.
+        flags: all instruction sets that the operating system names.
     """
 
     name: str
     threads: int
     features: tuple[str, ...]
+    flags: frozenset[str] = frozenset()
 
     @property
     def native_bfloat16(self) -> bool:
@@ -44,4 +46,4 @@ def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuInfo:
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = fields.get("model name") or platform.processor() or platform.machine()
-    return CpuInfo(name, threads, tuple(f for f in _NOTABLE if f in flags))
+    return CpuInfo(name, threads, tuple(f for f in _NOTABLE if f in flags), frozenset(flags))

@@ -1,0 +1,1 @@
+"""Kernels in C++ for the host's processors, and what Python needs to call them."""

@@ -1,0 +1,134 @@
+"""The forward pass's operations through the compiled kernels. Activations are float32 whatever the weights are."""
+
+from __future__ import annotations
+
+import ctypes as C  # noqa: N812
+from typing import Any
+
+import torch
+
+from ....core.backend import CacheSpec
+from ....core.models.spec import ModelSpec
+from ....core.ops import StepContext
+from ....core.step import Cache, StepInput, StepShape
+from ...torch.ops import TorchOps
+from . import library as native
+from .library import Library, address
+from .weights import PackedWeight
+
+Tensor = torch.Tensor
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_KV_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class LayerCache:
+    """One layer's cache.
+
+    Attributes:
+        keys: [blocks, K, D, block size].
+        values: [blocks, K, block size, D rounded up to whole registers].
+        struct: what the kernels are given.
+    """
+
+    def __init__(self, spec: CacheSpec, num_blocks: int, dtype: torch.dtype, lanes: int) -> None:
+        heads, dims, size = spec.num_kv_heads, spec.head_dim, spec.block_size
+        # Filled rather than made of zeros, which is done in one thread.
+        self.keys = torch.empty((num_blocks, heads, dims, size), dtype=dtype).fill_(0)
+        self.values = torch.empty((num_blocks, heads, size, -(-dims // lanes) * lanes), dtype=dtype).fill_(0)
+        self.struct = native.Cache(_KV_FORMATS[dtype], heads, dims, size, address(self.keys), address(self.values))
+
+
+class Plan:
+    """What the layers of a step share.
+
+    Attributes:
+        model, step: for the kernels; the cuts of the attention are kept by the library, for one window at a time.
+    """
+
+    def __init__(self, model: ModelSpec, inputs: StepInput) -> None:
+        m = model
+        self.model = native.Model(
+            m.hidden_size, m.num_heads, m.num_kv_heads, m.head_dim, m.intermediate_size, _ACTIVATIONS[m.activation],
+            m.norm_eps, m.scale,
+        )  # fmt: skip
+        tables = inputs.block_tables
+        self._kept = (inputs, tables)  # the struct has addresses only
+        self.step = native.Step(inputs.token_ids.shape[0], tables.shape[0], tables.shape[1])
+        for name, array in (
+            ("query_start", inputs.query_start), ("seq_lens", inputs.seq_lens), ("block_tables", tables),
+            ("slots", inputs.slot_mapping),
+        ):  # fmt: skip
+            setattr(self.step, name, address(array))
+        self.window: int | None = None
+
+
+class NativeOps(TorchOps):
+    """Kernels of the compiled library; what it lacks is torch's."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(torch.device("cpu"))
+        self._library = library
+
+    def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Any:
+        return Plan(model, inputs)
+
+    def _cut(self, plan: Plan, cache: LayerCache, window: int | None) -> int:
+        """The window as the kernels take it; cuts the step's attention for it if it is another one than before."""
+        number = window or 0
+        if plan.window != number:
+            plan.window = number
+            self._library.plan(C.byref(plan.model), C.byref(plan.step), cache.keys.shape[3], number)
+        return number
+
+    # ------------------------------------------------------------------ the paged cache
+
+    def write_cache(self, cache: LayerCache, k: Tensor, v: Tensor, ctx: StepContext) -> LayerCache:
+        k, v = k.float().contiguous(), v.float().contiguous()
+        slots = ctx.inputs.slot_mapping
+        self._library.write_cache(C.byref(cache.struct), address(slots), len(slots), address(k), address(v))
+        return cache
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, ctx: StepContext, window: int | None
+    ) -> Tensor:
+        wide = q.float().contiguous()
+        out = torch.empty_like(wide)
+        number = self._cut(ctx.plan, cache, window)
+        step, model = C.byref(ctx.plan.step), C.byref(ctx.plan.model)
+        self._library.attention(model, step, C.byref(cache.struct), number, address(wide), address(out))
+        return out.to(q.dtype)
+
+    # ------------------------------------------------------------------ composites
+
+    def attention_block(self, x: Tensor, layer: Any, cache: Any, ctx: StepContext, window: int | None) -> Any:
+        plan: Plan = ctx.plan
+        plan.step.cos, plan.step.sin = address(ctx.cos), address(ctx.sin)
+        number = self._cut(plan, cache, window)
+        out = torch.empty_like(x)
+        arguments = (C.byref(plan.model), C.byref(layer.struct), C.byref(plan.step), C.byref(cache.struct), number)
+        self._library.attention_block(*arguments, address(x), address(out))
+        return out, cache
+
+    def mlp_block(self, x: Tensor, layer: Any, ctx: StepContext) -> Tensor:
+        out = torch.empty_like(x)
+        model = C.byref(ctx.plan.model)
+        self._library.mlp_block(model, C.byref(layer.struct), x.shape[0], address(x), address(out))
+        return out
+
+    # ------------------------------------------------------------------ pieces
+
+    def embed(self, table: Any, token_ids: Tensor) -> Tensor:
+        if not isinstance(table, PackedWeight):
+            return super().embed(table, token_ids)
+        out = torch.empty(len(token_ids), table.shape[1])
+        ids = token_ids.to(torch.int32).contiguous()
+        self._library.rows(table.reference, address(ids), len(ids), address(out))
+        return out
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, PackedWeight):
+            return super().linear(x, weight, bias)
+        wide = x.float().contiguous()
+        out = torch.empty(len(wide), weight.shape[0])
+        self._library.linear(weight.reference, address(wide), len(wide), address(out))
+        return out if bias is None else out + bias

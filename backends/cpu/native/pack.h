@@ -1,0 +1,118 @@
+// Rows of a matrix into panels and back, with quantization to the nearest value where the format has few.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "weights.h"
+
+namespace octavo {
+
+enum Source : int32_t { FROM_F32 = 0, FROM_BF16 = 1, FROM_F16 = 2 };
+
+inline float read_source(const void* p, int32_t kind, int64_t i) {
+    if (kind == FROM_F32) return static_cast<const float*>(p)[i];
+    uint16_t bits = static_cast<const uint16_t*>(p)[i];
+    return kind == FROM_BF16 ? bf16_to_float(bits) : half_to_float(bits);
+}
+
+// Where row i of a part of a matrix stands in the whole: after `first` rows, or, if `alternate` is 1 or 2, in every
+// other panel, the first or the second of each pair.
+inline int64_t placed(int64_t i, int64_t first, int32_t alternate) {
+    if (alternate == 0) return first + i;
+    return ((i / PANEL) * 2 + (alternate - 1)) * PANEL + i % PANEL;
+}
+
+inline int64_t column_at(int column, int32_t format) {
+    if (format != BF16) return column;
+    return column < LANES ? 2 * column : 2 * (column - LANES) + 1;  // see ReadBF16
+}
+
+inline void put_number(const Weight& w, int64_t row, int k, int number) {
+    const int64_t panel = row / PANEL, column = row % PANEL;
+    if (w.format == INT8) {
+        static_cast<int8_t*>(const_cast<void*>(w.data))[(panel * w.k + k) * PANEL + column] = int8_t(number);
+    } else {
+        auto* words = static_cast<uint32_t*>(const_cast<void*>(w.data));
+        uint32_t& word = words[(panel * (w.k / 8) + k / 8) * PANEL + column];
+        word = (word & ~(15u << 4 * (k % 8))) | uint32_t(number) << 4 * (k % 8);
+    }
+}
+
+inline void put_scale(const Weight& w, int64_t row, int g, uint16_t scale, uint16_t least) {
+    auto* scales = const_cast<uint16_t*>(w.scales);
+    const int64_t panel = row / PANEL, column = row % PANEL;
+    if (w.format == INT8) {
+        scales[(panel * w.groups() + g) * PANEL + column] = scale;
+    } else {
+        scales[(panel * w.groups() + g) * 2 * PANEL + column] = scale;
+        scales[((panel * w.groups() + g) * 2 + 1) * PANEL + column] = least;
+    }
+}
+
+// INT8: symmetric, the largest magnitude is 127 steps. UINT4: from the least to the largest value in 15 steps.
+inline void quantize_group(const Weight& w, int64_t row, int g, const float* values, int count) {
+    float low = values[0], high = values[0];
+    for (int i = 1; i < count; ++i) low = std::min(low, values[i]), high = std::max(high, values[i]);
+    uint16_t scale_bits, least_bits = 0;
+    int most, fewest;
+    if (w.format == INT8) {
+        scale_bits = float_to_half(std::max(high, -low) / 127.0f);
+        most = 127, fewest = -127;
+    } else {
+        least_bits = float_to_half(low);
+        scale_bits = float_to_half((high - half_to_float(least_bits)) / 15.0f);
+        most = 15, fewest = 0;
+    }
+    const float scale = half_to_float(scale_bits), least = half_to_float(least_bits);
+    put_scale(w, row, g, scale_bits, least_bits);
+    for (int i = 0; i < count; ++i) {
+        int number = scale > 0 ? int(std::lrintf((values[i] - least) / scale)) : 0;
+        put_number(w, row, g * w.group + i, std::clamp(number, fewest, most));
+    }
+}
+
+// Row `row` of the whole from `row[0 .. k)` of a source.
+inline void pack_row(const Weight& w, int64_t row, const void* source, int32_t kind, int64_t offset) {
+    void* data = const_cast<void*>(w.data);
+    const int64_t base = row / PANEL * w.k * PANEL, column = column_at(int(row % PANEL), w.format);
+    if (w.format == INT8 || w.format == UINT4) {
+        thread_local std::vector<float> values;
+        values.resize(w.k);
+        for (int k = 0; k < w.k; ++k) values[k] = read_source(source, kind, offset + k);
+        for (int g = 0; g < w.groups(); ++g)
+            quantize_group(w, row, g, values.data() + g * w.group, std::min(w.group, w.k - g * w.group));
+        return;
+    }
+    for (int k = 0; k < w.k; ++k) {
+        const int64_t at = base + int64_t(k) * PANEL + column;
+        if (w.format == F32) {
+            static_cast<float*>(data)[at] = read_source(source, kind, offset + k);
+        } else if ((w.format == BF16) == (kind == FROM_BF16) && kind != FROM_F32) {
+            static_cast<uint16_t*>(data)[at] = static_cast<const uint16_t*>(source)[offset + k];
+        } else {
+            float x = read_source(source, kind, offset + k);
+            static_cast<uint16_t*>(data)[at] = w.format == BF16 ? float_to_bf16(x) : float_to_half(x);
+        }
+    }
+}
+
+// Row `row` as float32 [k].
+inline void unpack_row(const Weight& w, int64_t row, float* out) {
+    const int panel = int(row / PANEL), column = int(row % PANEL);
+    with_reader(w, [&]<class Reader>() {
+        Reader reader(w, panel);
+        for (int k = 0; k < w.k; k += Reader::BLOCK) {
+            if (k % w.group == 0) reader.group(k / w.group);
+            reader.load(k);
+            for (int i = 0; i < Reader::BLOCK && k + i < w.k; ++i) {
+                Vec x, y;
+                reader.get(i, x, y);
+                out[k + i] = column < LANES ? x[column] : y[column - LANES];
+            }
+        }
+    });
+}
+
+}  // namespace octavo

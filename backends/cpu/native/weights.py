@@ -1,0 +1,162 @@
+"""Weights on their way into panels: each is packed as it is read, so no second copy of a model ever exists."""
+
+from __future__ import annotations
+
+import ctypes as C  # noqa: N812
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ....core.errors import ConfigError
+from ....core.models.spec import ModelSpec, ParamSpec, model_params
+from ....core.models.weights import HostTensor
+from .library import Layer, Library, Weight, address
+
+FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+QUANTIZED = {"int8": 3, "int4": 4}
+"""int8: symmetric, a scale for each row. int4: a scale and a least value for each GROUP numbers of a row."""
+GROUP = 32
+_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_ALIGNMENT = 64
+
+
+class Storage(NamedTuple):
+    """How matrices are kept.
+
+    Attributes:
+        dtype: of matrices that are not quantized.
+        quantization: "int8", "int4" or None. The embedding and the logits' matrix get 8 bits in either case.
+    """
+
+    dtype: str
+    quantization: str | None = None
+
+    def struct(self, n: int, k: int, end: bool) -> Weight:
+        """A matrix [n, k]; `end` for the embedding and the logits' matrix.
+
+        Raises:
+            ConfigError: its rows are not made of whole groups.
+        """
+        if self.quantization is None:
+            return Weight(FORMATS[self.dtype], n, k, k)
+        if end or self.quantization == "int8":
+            return Weight(QUANTIZED["int8"], n, k, k)
+        if k % GROUP:
+            raise ConfigError(f"quantization=int4 needs widths that are multiples of {GROUP}; this model has {k}.")
+        return Weight(QUANTIZED["int4"], n, k, GROUP)
+
+
+class PackedWeight:
+    """A matrix [n, k] in panels, with room for a bias.
+
+    Attributes:
+        struct: what the kernels are given.
+    """
+
+    def __init__(self, library: Library, struct: Weight) -> None:
+        self.struct, self.shape = struct, (struct.n, struct.k)
+        # Zeros, also where panels reach beyond n.
+        data_bytes, scale_bytes = library.sizes(struct)
+        self._buffers = [torch.zeros(size + _ALIGNMENT, dtype=torch.uint8) for size in (data_bytes, scale_bytes)]
+        struct.data, struct.scales = (b.data_ptr() + -b.data_ptr() % _ALIGNMENT for b in self._buffers)
+        self._bias = torch.Tensor()
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """The bias, float32 [n], of zeros until it is written."""
+        if not self._bias.numel():
+            self._bias = torch.zeros(self.struct.n)
+            self.struct.bias = address(self._bias)
+        return self._bias
+
+    @property
+    def reference(self) -> Any:
+        """For a call."""
+        return C.byref(self.struct)
+
+
+def layer_structs(library: Library, model: ModelSpec, storage: Storage) -> dict[str, Weight]:
+    """A layer's matrices as they are packed: q, k and v as one, and gate and up as one."""
+    m, width = model, model.num_heads * model.head_dim
+    # Panels of gate and up take turns, so both have whole panels.
+    mlp = -(-m.intermediate_size // library.panel) * library.panel
+    shapes = {
+        "qkv": (width + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
+        "o": (m.hidden_size, width),
+        "gate_up": (2 * mlp, m.hidden_size),
+        "down": (m.hidden_size, m.intermediate_size),
+    }
+    return {name: storage.struct(n, k, False) for name, (n, k) in shapes.items()}
+
+
+def weight_bytes(library: Library, model: ModelSpec, storage: Storage) -> int:
+    """What all parameters take, packed."""
+    matrices = [*layer_structs(library, model, storage).values()] * model.num_layers
+    ends = 1 if model.tie_embeddings else 2
+    matrices += [storage.struct(model.vocab_size, model.hidden_size, True)] * ends
+    rest = sum(p.size for p in model_params(model) if p.kind in ("norm", "bias", "table"))
+    return sum(sum(library.sizes(m)) for m in matrices) + 4 * rest
+
+
+class LayerWeights:
+    """A layer's parameters; `struct` is complete once all of them were placed."""
+
+    def __init__(self, library: Library, model: ModelSpec, storage: Storage) -> None:
+        structs = layer_structs(library, model, storage)
+        self.weights = {name: PackedWeight(library, struct) for name, struct in structs.items()}
+        self.norms: dict[str, torch.Tensor] = {}
+        width, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        # Of each checkpoint matrix: where it goes, its first row there, and whether it takes every other panel.
+        self.places = {
+            "q": ("qkv", 0, 0), "k": ("qkv", width, 0), "v": ("qkv", width + kv, 0), "o": ("o", 0, 0),
+            "gate": ("gate_up", 0, 1), "up": ("gate_up", 0, 2), "down": ("down", 0, 0),
+        }  # fmt: skip
+
+    @cached_property
+    def struct(self) -> Layer:
+        """What the kernels are given."""
+        w, norms = self.weights, self.norms
+        return Layer(
+            address(norms["attn_norm"]), w["qkv"].struct, w["o"].struct,
+            address(norms["mlp_norm"]), w["gate_up"].struct, w["down"].struct,
+        )  # fmt: skip
+
+
+class Packer:
+    """`place` for the parameters of one model."""
+
+    def __init__(self, library: Library, model: ModelSpec, storage: Storage) -> None:
+        self._library, self._storage = library, storage
+        self.layers = [LayerWeights(library, model, storage) for _ in range(model.num_layers)]
+
+    def place(self, param: ParamSpec, value: HostTensor) -> Any:
+        """Packs a matrix; anything else becomes a float32 tensor."""
+        if param.kind == "embedding" or param.path == "lm_head":
+            weight = PackedWeight(self._library, self._storage.struct(*param.shape, True))
+            self._pack(weight, value, 0, 0)
+            return weight
+        if not param.path.startswith("layers."):
+            return torch.from_numpy(value.float32().copy())
+        _, number, name = param.path.split(".")
+        layer = self.layers[int(number)]
+        if param.kind == "norm":
+            layer.norms[name] = torch.from_numpy(value.float32().copy())
+            return layer
+        into, first, alternate = layer.places[name.removesuffix("_bias")]
+        weight = layer.weights[into]
+        if param.kind == "linear":
+            self._pack(weight, value, first, alternate)
+        else:
+            index = np.arange(param.shape[0])
+            if alternate:
+                panel = self._library.panel
+                index = (index // panel * 2 + alternate - 1) * panel + index % panel
+            weight.bias[torch.from_numpy(first + index)] = torch.from_numpy(value.float32().copy())
+        return layer
+
+    def _pack(self, weight: PackedWeight, value: HostTensor, first: int, alternate: int) -> None:
+        data = np.ascontiguousarray(value.data if value.dtype in _SOURCES else value.float32())
+        kind = _SOURCES.get(value.dtype, 0)
+        self._library.pack(weight.reference, first, alternate, data.shape[0], data.ctypes.data, kind)
