@@ -25,6 +25,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t VecI __attribute__((vector_size(LANES * 4)));
 typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
+typedef int16_t Short __attribute__((vector_size(LANES * 2)));
 typedef int8_t Byte __attribute__((vector_size(LANES)));
 
 template <class T, class V>
@@ -113,7 +114,11 @@ inline Vec load_half(const uint16_t* p) {
 #endif
 }
 
-inline Vec load_int8(const int8_t* p) { return __builtin_convertvector((load_as<int8_t, Byte>(p)), Vec); }
+// Step by step: asked to widen more than twofold at once, GCC 12 converts number by number.
+inline Vec load_int8(const int8_t* p) {
+    auto wide = __builtin_convertvector((load_as<int8_t, Byte>(p)), Short);
+    return __builtin_convertvector(__builtin_convertvector(wide, VecI), Vec);
+}
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
