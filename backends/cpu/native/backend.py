@@ -10,7 +10,7 @@ import torch
 
 from ....core.backend import BackendConfig, CacheSpec, Capabilities, MemoryPlan, StepLimits
 from ....core.errors import OutOfMemoryError
-from ....core.models.spec import ModelSpec
+from ....core.models.spec import DTYPE_BYTES, ModelSpec
 from ....core.models.weights import WeightSource, build_params
 from ...host import host_memory
 from ...torch.backend import TorchBackend
@@ -45,7 +45,10 @@ class NativeBackend(TorchBackend):
         plan, spec = super().memory(model, limits), self.cache_spec(model, limits)
         wide = replace(spec, head_dim=-(-spec.head_dim // self._library.lanes) * self._library.lanes)
         weights = weight_bytes(self._library, model, self._storage(model))
-        return replace(plan, weights=weights, block_bytes=(spec.block_bytes + wide.block_bytes) // 2)
+        # Activations are float32 beside weights of two bytes as well.
+        activations = plan.activations * 4 // DTYPE_BYTES[self.dtype(model)]
+        block_bytes = (spec.block_bytes + wide.block_bytes) // 2
+        return replace(plan, weights=weights, activations=activations, block_bytes=block_bytes)
 
     def _storage(self, model: ModelSpec) -> Storage:
         return Storage(self.dtype(model), self.config.options.get("quantization"))
