@@ -38,22 +38,6 @@ void octavo_pack(Engine* e, const Weight* w, int64_t first, int32_t alternate, i
     });
 }
 
-// Numbers int8 or uint8 [rows, k]; scales (and least values) float16 [rows, groups].
-void octavo_pack_quantized(Engine* e, const Weight* w, int64_t first, int32_t alternate, int64_t rows,
-                           const uint8_t* numbers, const uint16_t* scales, const uint16_t* least) {
-    for_rows(e->team, int(rows), PANEL, [&](int low, int high) {
-        for (int64_t i = low; i < high; ++i) {
-            const int64_t row = placed(i, first, alternate);
-            for (int g = 0; g < w->groups(); ++g)
-                put_scale(*w, row, g, scales[i * w->groups() + g], least ? least[i * w->groups() + g] : 0);
-            for (int k = 0; k < w->k; ++k) {
-                const uint8_t number = numbers[i * w->k + k];
-                put_number(*w, row, k, w->format == INT8 ? int(int8_t(number)) : int(number));
-            }
-        }
-    });
-}
-
 // Rows of a packed matrix as float32 [count, k].
 void octavo_rows(Engine* e, const Weight* w, const int32_t* ids, int32_t count, float* out) {
     for_rows(e->team, count, 4, [&](int low, int high) {
