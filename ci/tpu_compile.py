@@ -66,14 +66,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the report goes; with --all, the table in Markdown")
     parser.add_argument("--all", action="store_true", help="every case of CASES, one after another, as a table")
     args = parser.parse_args()
-    for package in ("jax", "libtpu"):
-        if importlib.util.find_spec(package) is None:
-            print(f"skipped: {package} is not installed; pip install 'octavo[tpu]' brings it.")
-            return SKIPPED
+    if not compiler_ready():
+        return SKIPPED
     if args.all:
         return check_all(args)
-    # No chip is opened: constants are made on the CPU, and several gates may run side by side.
-    os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     from octavo.core.errors import OctavoError
 
     try:
@@ -86,6 +82,17 @@ def main() -> int:
     if args.json:
         args.json.write_text(text + "\n")
     return 1 if report["faults"] else 0
+
+
+def compiler_ready() -> bool:
+    """Sets JAX up for compiling without a chip; False, and a line that says so, where a package is missing."""
+    for package in ("jax", "libtpu"):
+        if importlib.util.find_spec(package) is None:
+            print(f"skipped: {package} is not installed; pip install 'octavo[tpu]' brings it.")
+            return False
+    # No chip is opened: constants are made on the CPU, and several gates may run side by side.
+    os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
+    return True
 
 
 def check_all(args: argparse.Namespace) -> int:

@@ -10,16 +10,14 @@ cache must be neither copied nor kept twice. It shows that the kernel compiles, 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpu_compile import CHIPS, SKIPPED
+from tpu_compile import CHIPS, SKIPPED, compiler_ready
 
 CONTEXT = 8192
 
@@ -60,12 +58,8 @@ def main() -> int:
     parser.add_argument("--topology", choices=CHIPS, default="v6e")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for package in ("jax", "libtpu"):
-        if importlib.util.find_spec(package) is None:
-            print(f"skipped: {package} is not installed; pip install 'octavo[tpu]' brings it.")
-            return SKIPPED
-    # No chip is opened: constants are made on the CPU, and several gates may run side by side.
-    os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
+    if not compiler_ready():
+        return SKIPPED
     report = check(CHIPS[args.topology][0])
     text = json.dumps(report, indent=2)
     print(text)
@@ -82,7 +76,7 @@ def check(topology: str) -> dict[str, Any]:
     """
     from jax.experimental import topologies
 
-    from octavo.backends.tpu.kernel import SCALAR_MEMORY, scalar_bytes
+    from octavo.backends.tpu.work import SCALAR_MEMORY, scalar_bytes
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     kernels = {}
@@ -166,7 +160,8 @@ def loop(devices: Any) -> dict[str, int]:
     import numpy as np
     from jax.sharding import Mesh
 
-    from octavo.backends.tpu.kernel import plan, ragged_attention, sizes
+    from octavo.backends.tpu.kernel import ragged_attention
+    from octavo.backends.tpu.work import plan, sizes
 
     tokens, sequences, heads, kv_heads, head_dim, layers, blocks, block_size = 64, 64, 32, 8, 128, 4, 2048, 16
     width = kv_heads * 2 * head_dim
