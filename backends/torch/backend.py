@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -24,7 +25,10 @@ class TorchBackend(Backend):
 
     Attributes:
         device: torch's device.
+        block_axis: which axis of the tensors that hold the cache counts blocks.
     """
+
+    block_axis = 1
 
     ops: TorchOps
 
@@ -64,12 +68,19 @@ class TorchBackend(Backend):
         for layer in self.params["layers"]:
             pack_layer(layer)
 
-    def new_layers(self, spec: CacheSpec, num_blocks: int) -> list[torch.Tensor]:
+    def new_layer(self, spec: CacheSpec, num_blocks: int) -> Any:
+        """One layer's cache, zeroed. Whoever overrides it overrides `block_tensors` as well."""
         shape = (2 * spec.num_kv_heads, num_blocks, spec.block_size, spec.head_dim)
-        dtype = DTYPES[spec.dtype]
+        # Filled rather than made of zeros, which is done in one thread on a CPU.
+        return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device).fill_(0)
+
+    def block_tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold the cache of all layers."""
+        return list(self.cache.layers)
+
+    def new_layers(self, spec: CacheSpec, num_blocks: int) -> list[Any]:
         try:
-            # Filled rather than made of zeros, which is done in one thread on a CPU.
-            return [torch.empty(shape, dtype=dtype, device=self.device).fill_(0) for _ in range(spec.num_layers)]
+            return [self.new_layer(spec, num_blocks) for _ in range(spec.num_layers)]
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
@@ -79,22 +90,21 @@ class TorchBackend(Backend):
             ) from error
 
     def export_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        index = self.from_host(blocks)
-        parts = [layer.index_select(1, index).transpose(0, 1).flatten(1) for layer in self.cache.layers]
+        index, axis = self.from_host(blocks), self.block_axis
+        parts = [t.index_select(axis, index).movedim(axis, 0).flatten(1) for t in self.block_tensors()]
         return torch.cat(parts, dim=1).view(torch.uint8).cpu().numpy()
 
     def import_blocks(self, blocks: np.ndarray, contents: np.ndarray) -> None:
-        index = self.from_host(blocks).long()
-        layers = self.cache.layers
-        parts = self.from_host(contents).view(layers[0].dtype).chunk(len(layers), dim=1)
-        for layer, part in zip(layers, parts, strict=True):
-            heads, _, *dims = layer.shape
-            layer.index_copy_(1, index, part.reshape(len(blocks), heads, *dims).transpose(0, 1))
+        index, axis, tensors = self.from_host(blocks).long(), self.block_axis, self.block_tensors()
+        parts = self.from_host(contents).view(tensors[0].dtype).chunk(len(tensors), dim=1)
+        for tensor, part in zip(tensors, parts, strict=True):
+            shape = (len(blocks), *tensor.shape[:axis], *tensor.shape[axis + 1 :])
+            tensor.index_copy_(axis, index, part.reshape(shape).movedim(0, axis))
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         read, write = self.from_host(source), self.from_host(target).long()
-        for layer in self.cache.layers:
-            layer.index_copy_(1, write, layer.index_select(1, read))
+        for tensor in self.block_tensors():
+            tensor.index_copy_(self.block_axis, write, tensor.index_select(self.block_axis, read))
 
     # Steps
 

@@ -53,8 +53,8 @@ class TpuBackend(Backend):
             self.default_utilization, self.default_cache_share = 0.8, 0.2
         self.mesh = DeviceMesh(devices)
         self.xp = jnp
-        kernel = not self._on_host and config.options.get("attention") != "jnp"
-        self.ops = TpuOps(self.mesh, self.dtype, kernel)
+        self._kernel = not self._on_host and config.options.get("attention") != "jnp"
+        self.ops = TpuOps(self.mesh, self.dtype, self._kernel)
         self._guard = CompileGuard(self.late_compiles)
 
     def capabilities(self) -> Capabilities:
@@ -62,7 +62,7 @@ class TpuBackend(Backend):
 
     def constraints(self, model: ModelSpec, limits: StepLimits) -> StepConstraints:
         constraints = step_constraints(model, limits)
-        if not self._on_host:
+        if self._kernel:
             check_scalar_memory(constraints, limits)
         return constraints
 
