@@ -16,8 +16,9 @@ from octavo.backends.cpu.native import library as native  # noqa: E402
 from octavo.backends.cpu.native import variants  # noqa: E402
 from octavo.backends.cpu.native.weights import PackedWeight, Storage  # noqa: E402
 from octavo.core.backend import BackendConfig, StepLimits  # noqa: E402
-from octavo.core.errors import ConfigError  # noqa: E402
+from octavo.core.errors import ConfigError, DeviceError  # noqa: E402
 from octavo.core.models.spec import weight_bytes  # noqa: E402
+from octavo.core.step import Step, StepShape, dummy_step  # noqa: E402
 from octavo.testing import reference  # noqa: E402
 from octavo.testing.kit import DeviceCase, Kit  # noqa: E402
 from octavo.testing.models import tiny_spec  # noqa: E402
@@ -177,6 +178,45 @@ def test_models_on_each_variant(library, monkeypatch, changes):
     logits = simulator.logits([(s, t[-1:].tolist()) for s, t in zip(streams, texts, strict=True)])
     for row, want in zip(logits, expected, strict=True):
         assert_close(row, want[-1], "float32", 32, "the last token")
+
+
+def test_steps_may_take_turns(library, monkeypatch):
+    """The library keeps how one step's attention is cut; another's must not be taken for it."""
+    monkeypatch.setenv(variants.VARIABLE, library.variant)
+    loaded = Kit(DeviceCase("cpu", options={"kernels": "native"})).load(tiny_spec(), StepLimits(64, 4, 64, 16), 8)
+    rng = np.random.default_rng(0)
+    m = loaded.local
+    loaded.write(np.arange(16, 64), *rng.standard_normal((2, 48, m.num_kv_heads, m.head_dim)))
+    q, steps = loaded.array(rng.standard_normal((1, m.num_heads, m.head_dim))), []
+    for length in (40, 3):
+        step = dummy_step(StepShape(1, 1, 3, 1, True), 4, 1)
+        inputs = step.inputs._replace(
+            seq_lens=np.asarray([length], np.int32), block_tables=np.asarray([[1, 2, 3]], np.int32)
+        )
+        steps.append(loaded.context(Step(step.shape, inputs)))
+    long, short, again = (
+        loaded.numpy(loaded.ops.attention(q, None, None, loaded.layer_cache(0), steps[i], None)) for i in (0, 1, 0)
+    )
+    np.testing.assert_array_equal(again, long)
+    assert np.abs(long - short).max() > 0.1
+
+
+def test_threads_are_torchs_too(library, monkeypatch):
+    monkeypatch.setenv(variants.VARIABLE, library.variant)
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            CpuFactory().create(BackendConfig("cpu", options={"threads": str(count)}))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kernels_that_cannot_be_loaded_say_what_else_to_do(monkeypatch, tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    monkeypatch.setattr("octavo.backends.cpu.find_library", lambda info: ("avx2", tmp_path / "broken.so"))
+    with pytest.raises(DeviceError, match=r"cannot be loaded.*kernels=torch"):
+        CpuFactory().create(BackendConfig("cpu"))
 
 
 def test_the_best_variant_that_fits_is_taken(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The CPU backend: torch on the host."""
+"""The CPU backend: compiled kernels and torch on the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CpuFactory(BackendFactory):
     """Makes the CPU backend. It probes without importing torch, which takes seconds."""
 
     name = "cpu"
-    description = "torch on the host's processors"
+    description = "compiled kernels and torch on the host's processors"
     auto_priority = 10
     options: ClassVar[Mapping[str, str]] = {
         "threads": "threads to compute with (default: one for each processor that this process may use)",
@@ -62,7 +62,13 @@ class CpuFactory(BackendFactory):
         from .native.backend import NativeBackend
         from .native.library import Library
 
-        return NativeBackend(config, Library(*found, threads or cpu_info().threads))
+        try:
+            library = Library(*found, threads or cpu_info().threads)
+        except (ImportError, OSError) as error:
+            raise DeviceError(
+                f"The compiled kernels cannot be loaded: {error}. Or use --backend-option kernels=torch."
+            ) from error
+        return NativeBackend(config, library, threads)
 
 
 def _kernels(config: BackendConfig) -> tuple[str, Path] | None:

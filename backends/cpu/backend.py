@@ -10,34 +10,23 @@ import torch
 from ...core.backend import BackendConfig, Capabilities, MemoryPlan, StepLimits
 from ...core.models.spec import DTYPE_BYTES, ModelSpec
 from ...core.models.weights import WeightSource
-from ..host import host_memory
-from ..torch.backend import TorchBackend
 from ..torch.dtypes import DTYPES as TORCH_DTYPES
 from .cpuinfo import cpu_info
+from .host import HostBackend
 from .onednn import can_pack, pack_params
 from .ops import CpuOps
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class CpuBackend(TorchBackend):
+class CpuBackend(HostBackend):
     """Eager torch on the host's processors."""
 
-    # The host's memory is not ours alone.
-    default_utilization = 0.8
-    default_cache_share = 0.1
-
     def __init__(self, config: BackendConfig, threads: int | None = None) -> None:
-        device = torch.device("cpu")
-        super().__init__(config, device, CpuOps(device))
-        if threads is not None:
-            torch.set_num_threads(threads)
+        super().__init__(config, CpuOps(torch.device("cpu")), threads)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(dtypes=DTYPES, kv_dtypes=DTYPES, block_sizes=(16, 8, 32, 64, 128))
-
-    def device_memory(self) -> tuple[int, int]:
-        return host_memory()
 
     def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
         plan = super().memory(model, limits)

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -21,8 +20,6 @@ namespace octavo {
 constexpr int KEYS = 128;       // keys of a piece
 constexpr int TILE_ROWS = 4 * ROWS_MOST;  // queries × heads of a tile, about
 constexpr int MOST_HEAD_DIM = 256;
-
-enum KVFormat : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2 };
 
 inline Vec load_kv(const float* p) { return load(p); }
 struct Bf16 { uint16_t bits; };
@@ -59,14 +56,12 @@ struct Unit {
     int32_t sequence;
     int32_t query, count;  // its first query within the step, and how many
     int32_t low, high;     // keys, whole blocks but for the end
-    int32_t split, splits;  // which of how many ranges of the tile's keys
-    int32_t tile;           // number of the tile
+    int32_t splits;        // into how many ranges the tile's keys are cut; their units follow one another
     int64_t partial;        // where its result goes in the scratch of partial results, in rows of head 0; -1: none
 };
 
 struct Units {
     std::vector<Unit> units;
-    int tiles = 0;
     int64_t partial_rows = 0;  // of one key/value head
 };
 
@@ -76,34 +71,32 @@ inline Units plan_units(const Step& step, int group, int block_size, int kv_head
     auto first_key = [&](int position) {
         return window > 0 ? std::max(0, position - window + 1) / block_size * block_size : 0;
     };
-    int64_t work = 0;  // keys × rows
-    for (int s = 0; s < step.sequences; ++s) {
-        int start = step.query_start[s], count = step.query_start[s + 1] - start;
-        for (int q = 0; q < count; q += tile) {
-            int n = std::min(tile, count - q), position = step.seq_lens[s] - count + q;
-            work += int64_t(position + n - first_key(position)) * n * group;
+    // f(sequence, first query within the step, queries, low, high) for each tile; some of its queries see keys low to
+    // high - 1.
+    auto for_tiles = [&](auto&& f) {
+        for (int s = 0; s < step.sequences; ++s) {
+            int start = step.query_start[s], count = step.query_start[s + 1] - start;
+            for (int q = 0; q < count; q += tile) {
+                int n = std::min(tile, count - q), position = step.seq_lens[s] - count + q;
+                f(s, start + q, n, first_key(position), position + n);
+            }
         }
-    }
+    };
+    int64_t work = 0;  // keys × rows
+    for_tiles([&](int, int, int n, int low, int high) { work += int64_t(high - low) * n * group; });
     // Eight units a thread let a late thread be helped; a unit shorter than a few pieces costs more than it saves.
     int64_t each = std::max<int64_t>(work * kv_heads / (8 * threads), 1);
-    for (int s = 0; s < step.sequences; ++s) {
-        int start = step.query_start[s], count = step.query_start[s + 1] - start;
-        for (int q = 0; q < count; q += tile) {
-            int n = std::min(tile, count - q), position = step.seq_lens[s] - count + q;
-            int low = first_key(position), high = position + n;
-            int64_t span = std::max<int64_t>(each / (int64_t(n) * group), 4 * KEYS);
-            int splits = threads == 1 ? 1 : int((high - low + span - 1) / span);
-            int step_keys = ((high - low + splits - 1) / splits + KEYS - 1) / KEYS * KEYS;
-            splits = (high - low + step_keys - 1) / step_keys;
-            for (int i = 0; i < splits; ++i) {
-                Unit unit{s, start + q, n, low + i * step_keys, std::min(low + (i + 1) * step_keys, high),
-                          i, splits, plan.tiles, splits > 1 ? plan.partial_rows : -1};
-                plan.units.push_back(unit);
-                if (splits > 1) plan.partial_rows += n * group;
-            }
-            ++plan.tiles;
+    for_tiles([&](int s, int query, int n, int low, int high) {
+        int64_t span = std::max<int64_t>(each / (int64_t(n) * group), 4 * KEYS);
+        int splits = threads == 1 ? 1 : int((high - low + span - 1) / span);
+        int keys = ((high - low + splits - 1) / splits + KEYS - 1) / KEYS * KEYS;
+        splits = (high - low + keys - 1) / keys;
+        for (int i = 0; i < splits; ++i) {
+            int64_t partial = splits > 1 ? plan.partial_rows : -1;
+            plan.units.push_back({s, query, n, low + i * keys, std::min(low + (i + 1) * keys, high), splits, partial});
+            if (splits > 1) plan.partial_rows += n * group;
         }
-    }
+    });
     return plan;
 }
 
@@ -141,20 +134,6 @@ inline void gather(const float* weights, int stride, const T* values, int dims, 
     }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) store(out + r * dims + v * LANES, sums[r][v]);
-}
-
-// Rows in pieces of at most ROWS_MOST; with few rows four vectors at a time, so that sums do not wait for each other.
-template <class F>
-inline void attention_pieces(int rows, F&& f) {
-    int row = 0;
-    for (; rows - row >= ROWS_MOST; row += ROWS_MOST) f.template operator()<ROWS_MOST>(row);
-#if ROWS_MOST > 6
-    if (rows - row >= 6) f.template operator()<6>(row), row += 6;
-#endif
-    if (rows - row >= 4) f.template operator()<4>(row), row += 4;
-    if (rows - row == 3) f.template operator()<3>(row), row += 3;
-    if (rows - row == 2) f.template operator()<2>(row), row += 2;
-    if (rows - row == 1) f.template operator()<1>(row), row += 1;
 }
 
 // Result of a unit for one head: rows of D weighted sums, with the largest score and the sum of weights of each.
@@ -199,8 +178,8 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
         for (int b = 0; b < blocks; ++b)
             for (int v = 0; v < size / LANES; ++v)
                 columns[vectors++] = keys + table[begin / size + b] * block_stride + v * LANES;
-        attention_pieces(rows, [&]<int R>(int row) {
-            constexpr int V = R <= ROWS_MOST / 2 ? 4 : 2;
+        in_pieces(0, rows, [&]<int R>(int row) {
+            constexpr int V = R <= ROWS_MOST / 2 ? 4 : 2;  // few rows: more vectors, so that no sum waits for itself
             int v = 0;
             for (; v + V <= vectors; v += V)
                 score<R, V>(&queries[size_t(row) * dims], columns + v, size, dims, &scores[row * width + v * LANES], width);
@@ -245,7 +224,7 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
             const int low = std::max(seen_low - base, 0), high = std::min(seen_high - base, size);
             if (low >= high) continue;
             const T* block = values + table[base / size] * value_stride;
-            attention_pieces(rows, [&]<int R>(int row) {
+            in_pieces(0, rows, [&]<int R>(int row) {
                 constexpr int V = R <= ROWS_MOST / 2 ? 4 : 2;
                 const float* weights = &scores[size_t(row) * width + b * size];
                 float* o = out.sums + int64_t(row) * wide;
@@ -275,9 +254,9 @@ inline void write_token(const Cache& cache, int slot, const float* k, const floa
 template <class F>
 inline void with_kv(int32_t format, F&& f) {
     switch (format) {
-        case KV_F32: return f(static_cast<float*>(nullptr));
-        case KV_BF16: return f(static_cast<Bf16*>(nullptr));
-        case KV_F16: return f(static_cast<F16Bits*>(nullptr));
+        case F32: return f(static_cast<float*>(nullptr));
+        case BF16: return f(static_cast<Bf16*>(nullptr));
+        case F16: return f(static_cast<F16Bits*>(nullptr));
     }
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
@@ -112,22 +111,21 @@ inline void rotate(float* x, int heads, int dims, const float* cos, const float*
         }
 }
 
-inline void merge(Engine& e, const Units& plan, const Model& m, size_t first, int head, float* out, int64_t stride) {
+// The ranges of a tile's keys into one result for one head; `parts` are all partial results.
+inline void merge(const Units& plan, const Model& m, int first, int head, Partial parts, float* out, int64_t stride) {
     const int group = m.heads / m.kv_heads, dims = m.head_dim;
     const Unit& unit = plan.units[first];
-    const int64_t base = head * plan.partial_rows;
     for (int r = 0; r < unit.count * group; ++r) {
+        auto at = [&](int i) { return head * plan.partial_rows + plan.units[first + i].partial + r; };
         float peak = -std::numeric_limits<float>::infinity(), total = 0;
-        for (int i = 0; i < unit.splits; ++i)
-            peak = std::max(peak, e.peaks.get(0)[base + plan.units[first + i].partial + r]);
+        for (int i = 0; i < unit.splits; ++i) peak = std::max(peak, parts.peak[at(i)]);
         float* o = out + (unit.query + r / group) * stride + (head * group + r % group) * dims;
         std::fill(o, o + dims, 0.0f);
         for (int i = 0; i < unit.splits; ++i) {
-            const int64_t at = base + plan.units[first + i].partial + r;
-            const float weight = std::exp(e.peaks.get(0)[at] - peak);
+            const float weight = std::exp(parts.peak[at(i)] - peak);
             if (weight == 0) continue;
-            total += e.totals.get(0)[at] * weight;
-            const float* from = e.sums.get(0) + at * padded(dims);
+            total += parts.total[at(i)] * weight;
+            const float* from = parts.sums + at(i) * padded(dims);
             for (int d = 0; d < dims; ++d) o[d] += from[d] * weight;
         }
         for (int d = 0; d < dims; ++d) o[d] /= total;
@@ -174,7 +172,7 @@ inline void attention(Engine& e, const Model& m, const Step& step, const Cache& 
     for (int i = 0; i < count; i += plan.units[i].splits)
         if (plan.units[i].splits > 1) firsts.push_back(i);
     e.team.run(int(firsts.size()) * m.kv_heads, [&](int i) {
-        merge(e, plan, m, firsts[i / m.kv_heads], i % m.kv_heads, out, width);
+        merge(plan, m, firsts[i / m.kv_heads], i % m.kv_heads, {sums, peaks, totals}, out, width);
     });
 }
 

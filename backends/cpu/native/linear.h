@@ -96,20 +96,6 @@ inline void slab_rows(const float* a, int64_t stride, const float* slab, int dep
         for (int v = 0; v < 2; ++v) store(kept + r * PANEL + v * LANES, sums[r][v]);
 }
 
-// f.template operator()<R>(row) for rows low to high - 1 in pieces of R rows.
-template <class F>
-inline void in_pieces(int low, int high, F&& f) {
-    int row = low;
-    for (; high - row >= ROWS_MOST; row += ROWS_MOST) f.template operator()<ROWS_MOST>(row);
-#if ROWS_MOST > 8
-    if (high - row >= 8) f.template operator()<8>(row), row += 8;
-#endif
-    if (high - row >= 4) f.template operator()<4>(row), row += 4;
-    if (high - row == 3) f.template operator()<3>(row), row += 3;
-    if (high - row == 2) f.template operator()<2>(row), row += 2;
-    if (high - row == 1) f.template operator()<1>(row), row += 1;
-}
-
 template <class Reader, class Sink>
 inline void many_rows(const Weight& w, int p, const float* a, int64_t stride, int low, int high, const Sink& sink) {
     alignas(64) float slab[(DEPTH + 8) * PANEL], kept[TASK_ROWS * PANEL];

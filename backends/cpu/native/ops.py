@@ -11,14 +11,14 @@ from ....core.backend import CacheSpec
 from ....core.models.spec import ModelSpec
 from ....core.ops import StepContext
 from ....core.step import Cache, StepInput, StepShape
+from ...torch.dtypes import DTYPES
 from ...torch.ops import TorchOps
 from . import library as native
 from .library import Library, address
-from .weights import PackedWeight
+from .weights import FORMATS, PackedWeight
 
 Tensor = torch.Tensor
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_KV_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class LayerCache:
@@ -30,19 +30,20 @@ class LayerCache:
         struct: what the kernels are given.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, dtype: torch.dtype, lanes: int) -> None:
+    def __init__(self, spec: CacheSpec, num_blocks: int, lanes: int) -> None:
         heads, dims, size = spec.num_kv_heads, spec.head_dim, spec.block_size
+        dtype = DTYPES[spec.dtype]
         # Filled rather than made of zeros, which is done in one thread.
         self.keys = torch.empty((num_blocks, heads, dims, size), dtype=dtype).fill_(0)
         self.values = torch.empty((num_blocks, heads, size, -(-dims // lanes) * lanes), dtype=dtype).fill_(0)
-        self.struct = native.Cache(_KV_FORMATS[dtype], heads, dims, size, address(self.keys), address(self.values))
+        self.struct = native.Cache(FORMATS[spec.dtype], heads, dims, size, address(self.keys), address(self.values))
 
 
 class Plan:
     """What the layers of a step share.
 
     Attributes:
-        model, step: for the kernels; the cuts of the attention are kept by the library, for one window at a time.
+        model, step: for the kernels.
     """
 
     def __init__(self, model: ModelSpec, inputs: StepInput) -> None:
@@ -51,15 +52,14 @@ class Plan:
             m.hidden_size, m.num_heads, m.num_kv_heads, m.head_dim, m.intermediate_size, _ACTIVATIONS[m.activation],
             m.norm_eps, m.scale,
         )  # fmt: skip
+        self._inputs = inputs  # the struct has addresses only
         tables = inputs.block_tables
-        self._kept = (inputs, tables)  # the struct has addresses only
         self.step = native.Step(inputs.token_ids.shape[0], tables.shape[0], tables.shape[1])
         for name, array in (
             ("query_start", inputs.query_start), ("seq_lens", inputs.seq_lens), ("block_tables", tables),
             ("slots", inputs.slot_mapping),
         ):  # fmt: skip
             setattr(self.step, name, address(array))
-        self.window: int | None = None
 
 
 class NativeOps(TorchOps):
@@ -68,15 +68,17 @@ class NativeOps(TorchOps):
     def __init__(self, library: Library) -> None:
         super().__init__(torch.device("cpu"))
         self._library = library
+        # For which step and window the library, which keeps one at a time, has cut the attention.
+        self._cut_for: tuple[Plan | None, int] = (None, 0)
 
     def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Any:
         return Plan(model, inputs)
 
     def _cut(self, plan: Plan, cache: LayerCache, window: int | None) -> int:
-        """The window as the kernels take it; cuts the step's attention for it if it is another one than before."""
+        """The window as the kernels take it; cuts the attention if step or window are others than before."""
         number = window or 0
-        if plan.window != number:
-            plan.window = number
+        if self._cut_for != (plan, number):
+            self._cut_for = (plan, number)
             self._library.plan(C.byref(plan.model), C.byref(plan.step), cache.keys.shape[3], number)
         return number
 

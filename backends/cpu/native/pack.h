@@ -9,12 +9,11 @@
 
 namespace octavo {
 
-enum Source : int32_t { FROM_F32 = 0, FROM_BF16 = 1, FROM_F16 = 2 };
-
+// Number i of a source in float32, bfloat16 or float16.
 inline float read_source(const void* p, int32_t kind, int64_t i) {
-    if (kind == FROM_F32) return static_cast<const float*>(p)[i];
+    if (kind == F32) return static_cast<const float*>(p)[i];
     uint16_t bits = static_cast<const uint16_t*>(p)[i];
-    return kind == FROM_BF16 ? bf16_to_float(bits) : half_to_float(bits);
+    return kind == BF16 ? bf16_to_float(bits) : half_to_float(bits);
 }
 
 // Where row i of a part of a matrix stands in the whole: after `first` rows, or, if `alternate` is 1 or 2, in every
@@ -89,7 +88,7 @@ inline void pack_row(const Weight& w, int64_t row, const void* source, int32_t k
         const int64_t at = base + int64_t(k) * PANEL + column;
         if (w.format == F32) {
             static_cast<float*>(data)[at] = read_source(source, kind, offset + k);
-        } else if ((w.format == BF16) == (kind == FROM_BF16) && kind != FROM_F32) {
+        } else if (w.format == kind) {
             static_cast<uint16_t*>(data)[at] = static_cast<const uint16_t*>(source)[offset + k];
         } else {
             float x = read_source(source, kind, offset + k);

@@ -21,6 +21,9 @@
 
 namespace octavo {
 
+// How numbers are kept; shared with Python. Activations, and all arithmetic, are float32.
+enum Format : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4 };
+
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t VecI __attribute__((vector_size(LANES * 4)));
 typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
@@ -118,6 +121,20 @@ inline Vec load_half(const uint16_t* p) {
 inline Vec load_int8(const int8_t* p) {
     auto wide = __builtin_convertvector((load_as<int8_t, Byte>(p)), Short);
     return __builtin_convertvector(__builtin_convertvector(wide, VecI), Vec);
+}
+
+// Calls f.template operator()<R>(row) for the rows low to high - 1 in pieces of R.
+template <class F>
+inline void in_pieces(int low, int high, F&& f) {
+    int row = low;
+    for (; high - row >= ROWS_MOST; row += ROWS_MOST) f.template operator()<ROWS_MOST>(row);
+#if ROWS_MOST > 8
+    if (high - row >= 8) f.template operator()<8>(row), row += 8;
+#endif
+    if (high - row >= 4) f.template operator()<4>(row), row += 4;
+    if (high - row == 3) f.template operator()<3>(row), row += 3;
+    if (high - row == 2) f.template operator()<2>(row), row += 2;
+    if (high - row == 1) f.template operator()<1>(row), row += 1;
 }
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }

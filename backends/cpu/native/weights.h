@@ -11,8 +11,6 @@
 
 namespace octavo {
 
-enum Format : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4 };
-
 // A packed matrix. The struct is shared with Python.
 struct Weight {
     int32_t format;

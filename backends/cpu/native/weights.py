@@ -18,7 +18,6 @@ FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 QUANTIZED = {"int8": 3, "int4": 4}
 """int8: symmetric, a scale for each row. int4: a scale and a least value for each GROUP numbers of a row."""
 GROUP = 32
-_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _ALIGNMENT = 64
 
 
@@ -157,6 +156,6 @@ class Packer:
         return layer
 
     def _pack(self, weight: PackedWeight, value: HostTensor, first: int, alternate: int) -> None:
-        data = np.ascontiguousarray(value.data if value.dtype in _SOURCES else value.float32())
-        kind = _SOURCES.get(value.dtype, 0)
+        data = np.ascontiguousarray(value.data if value.dtype in FORMATS else value.float32())
+        kind = FORMATS.get(value.dtype, FORMATS["float32"])
         self._library.pack(weight.reference, first, alternate, data.shape[0], data.ctypes.data, kind)
