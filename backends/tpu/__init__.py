@@ -1,4 +1,6 @@
-"""The TPU backend: JAX on one host or several. With `platform=cpu` the very same programs run on JAX's CPU."""
+"""The TPU backend: JAX on one host or several. With `platform=cpu` the same programs, but for the kernel,
+run on JAX's CPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class TpuFactory(BackendFactory):
     auto_priority = 50
     multi_host = True
     options: ClassVar[Mapping[str, str]] = {
-        "platform": "tpu, or cpu: the same programs on JAX's CPU, for tests and for people without a TPU",
+        "platform": "tpu, or cpu: the same programs, but for the kernel, on JAX's CPU: for tests and for people without a TPU",
         "attention": "pallas, a kernel and the default on TPUs, or jnp, plain jax.numpy, which is what the CPU has",
         "tensor_parallel": "chips to split the model over, on all hosts together (default: one on each host)",
         "cpu_devices": "with platform=cpu: how many devices JAX makes of a host's CPU (default: as many as are needed)",
