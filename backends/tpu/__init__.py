@@ -25,7 +25,7 @@ class TpuFactory(BackendFactory):
     auto_priority = 50
     multi_host = True
     options: ClassVar[Mapping[str, str]] = {
-        "platform": "tpu, or cpu: the same programs, but for the kernel, on JAX's CPU: for tests and for people without a TPU",
+        "platform": "tpu, or cpu: the same programs, but for the kernel, on JAX's CPU, to try things without a TPU",
         "attention": "pallas, a kernel and the default on TPUs, or jnp, plain jax.numpy, which is what the CPU has",
         "tensor_parallel": "chips to split the model over, on all hosts together (default: one on each host)",
         "cpu_devices": "with platform=cpu: how many devices JAX makes of a host's CPU (default: as many as are needed)",
