@@ -1,7 +1,7 @@
 """The operations of the forward pass. A backend brings two; the others have defaults made of its `xp`.
 
-`decoder.py` writes a decoder layer in terms of these. The composites (`attention_block`, `mlp_block`,
-`layers`) can be overridden as well, so a device with a fused kernel for half a layer replaces half a layer.
+`decoder.py` writes the forward pass in terms of these. The composites (`decoder`, `attention_block`, `mlp_block`) can
+be overridden as well, so a device with a fused kernel for half a layer replaces half a layer.
 
 Letters in shapes: T tokens, H query heads, K key/value heads, D head width, E hidden width, F MLP width,
 R rows of logits, V vocabulary.
@@ -126,6 +126,15 @@ class Ops(ABC):
         return [*caches[:index], cache, *caches[index + 1 :]]
 
     # ------------------------------------------------------------------ composites
+
+    def decoder(self, x: Any, layers: Any, caches: Any, ctx: StepContext) -> tuple[Any, Any]:
+        """All decoder layers: [T, E], their parameters, `Cache.layers` → [T, E], `Cache.layers`."""
+
+        def body(x: Any, layer: Any, cache: Any, index: int) -> tuple[Any, Any]:
+            x, cache = self.attention_block(x, layer, cache, ctx, ctx.model.sliding_window[index])
+            return self.mlp_block(x, layer, ctx), cache
+
+        return self.layers(body, x, layers, caches)
 
     def attention_block(self, x: Any, layer: Any, cache: Any, ctx: StepContext, window: int | None) -> tuple[Any, Any]:
         """x + output(attention(norm(x))) with rotary embedding and cache write; [T, E] → [T, E], cache."""

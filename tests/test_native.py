@@ -68,6 +68,21 @@ def rows(library, weight, ids):
     return out.numpy()
 
 
+def rounded(library, weight, x):
+    """Activations as the products round them, float64: to bfloat16, or groups of 32 (or as many as the weights' groups
+    have) to 127 steps of their own."""
+    bits = library.activation_bits(weight.struct)
+    if bits == 16:
+        return torch.from_numpy(x).bfloat16().double().numpy()
+    if bits == 32:
+        return x.astype(np.float64)
+    groups = x.reshape(len(x), -1, 16 if weight.struct.group == 16 else 32)
+    peak = np.abs(groups).max(-1, keepdims=True)
+    scale = peak / np.float32(127)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    return (np.rint(groups.astype(np.float64) * inverse) * scale).reshape(x.shape)
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (33, 96), (40, 576), (200, 288), (64, 1536)])
 def test_products(library, storage, n, k):
@@ -84,7 +99,7 @@ def test_products(library, storage, n, k):
         x = rng.standard_normal((m, k)).astype(np.float32)
         out = torch.full((m * n + 64,), CANARY)
         library.linear(weight.reference, x.ctypes.data, m, native.address(out))
-        expected = x.astype(np.float64) @ exact.T + (weight.bias.numpy() if weight.struct.bias else 0)
+        expected = rounded(library, weight, x) @ exact.T + (weight.bias.numpy() if weight.struct.bias else 0)
         np.testing.assert_allclose(out[: m * n].numpy().reshape(m, n), expected, rtol=0, atol=4 * EPSILON * k + 2e-5)
         assert (out[m * n :] == CANARY).all()
 
@@ -96,7 +111,7 @@ def test_odd_widths(library):
         x = np.random.default_rng(1).standard_normal((3, 45)).astype(np.float32)
         out = torch.empty(3, 7)
         library.linear(weight.reference, x.ctypes.data, 3, native.address(out))
-        expected = x.astype(np.float64) @ rows(library, weight, range(7)).astype(np.float64).T
+        expected = rounded(library, weight, x) @ rows(library, weight, range(7)).astype(np.float64).T
         np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=2e-5)
 
 

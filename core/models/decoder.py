@@ -22,12 +22,8 @@ def forward(
     local = ops.local_model(model)
     ctx = StepContext(local, shape, inputs, ops.plan(local, shape, inputs, cache), cos, sin)
 
-    def body(x: Any, layer: Any, layer_cache: Any, index: int) -> tuple[Any, Any]:
-        x, layer_cache = ops.attention_block(x, layer, layer_cache, ctx, model.sliding_window[index])
-        return ops.mlp_block(x, layer, ctx), layer_cache
-
     x = ops.embed(params["embed"], ids)
-    x, layers = ops.layers(body, x, params["layers"], cache.layers)
+    x, layers = ops.decoder(x, params["layers"], cache.layers, ctx)
     rows = ops.rms_norm(xp.take(x, inputs.logits_rows, axis=0), params["norm"], model.norm_eps)
     logits = ops.logits(rows, params["embed"] if model.tie_embeddings else params["lm_head"])
     return cache._replace(layers=layers), logits[:, : model.vocab_size]

@@ -9,7 +9,7 @@ using namespace octavo;
 extern "C" {
 
 // Of the structs above; raised whenever one of them or a signature changes, so that a stale library is not used.
-int32_t octavo_abi() { return 1; }
+int32_t octavo_abi() { return 2; }
 int32_t octavo_lanes() { return LANES; }
 
 Engine* octavo_create(int32_t threads, int32_t spins) { return new Engine(threads, spins); }
@@ -17,13 +17,13 @@ void octavo_destroy(Engine* e) { delete e; }
 
 // Bytes of a packed matrix and of its scales.
 int64_t octavo_data_bytes(const Weight* w) {
-    const int64_t numbers = int64_t(w->panels()) * PANEL * w->k;
+    const int64_t columns = int64_t(w->panels()) * PANEL;
     switch (w->format) {
-        case F32: return numbers * 4;
-        case BF16:
-        case F16: return numbers * 2;
-        case INT8: return numbers;
-        default: return numbers / 2;
+        case F32: return columns * w->k * 4;
+        case F16: return columns * w->k * 2;
+        case BF16: return columns * w->blocks(2) * 4;
+        case INT8: return columns * w->blocks(4) * 4;
+        default: return columns * w->blocks(8) * 4;
     }
 }
 int64_t octavo_scale_bytes(const Weight* w) {
@@ -31,10 +31,24 @@ int64_t octavo_scale_bytes(const Weight* w) {
     return w->format == INT8 ? groups : w->format == UINT4 ? 2 * groups : 0;
 }
 
+// Bits to which activations are rounded in products with a matrix: 32, 16 (bfloat16) or 8 (groups with a scale each).
+int32_t octavo_activation_bits(const Weight* w) { return !has_dots(*w) ? 32 : w->format == BF16 ? 16 : 8; }
+
 void octavo_pack(Engine* e, const Weight* w, int64_t first, int32_t alternate, int64_t rows, const void* source,
                  int32_t kind) {
     for_rows(e->team, int(rows), PANEL, [&](int low, int high) {
         for (int i = low; i < high; ++i) pack_row(*w, placed(i, first, alternate), source, kind, int64_t(i) * w->k);
+    });
+}
+
+// Numbers int8 [rows, k] and float16 [rows, groups] each of scales and (or null) least values.
+void octavo_pack_numbers(Engine* e, const Weight* w, int64_t first, int32_t alternate, int64_t rows, const int8_t* numbers,
+                         const uint16_t* scales, const uint16_t* least) {
+    const int64_t groups = w->groups();
+    for_rows(e->team, int(rows), PANEL, [&](int low, int high) {
+        for (int64_t i = low; i < high; ++i)
+            pack_numbers(*w, placed(i, first, alternate), numbers + i * w->k, scales + i * groups,
+                         least ? least + i * groups : nullptr);
     });
 }
 
@@ -46,12 +60,12 @@ void octavo_rows(Engine* e, const Weight* w, const int32_t* ids, int32_t count, 
 }
 
 void octavo_linear(Engine* e, const Weight* w, const float* a, int32_t rows, float* out) {
-    linear(e->team, *w, a, rows, out, nullptr);
+    linear(*e, *w, a, rows, out, nullptr);
 }
 
 // Once a step: how the attention of all layers with this window is cut.
 void octavo_plan(Engine* e, const Model* m, const Step* step, int32_t block_size, int32_t window) {
-    e->units = plan_units(*step, m->heads / m->kv_heads, block_size, m->kv_heads, e->team.threads(), window);
+    plan_attention(*e, *m, *step, block_size, window);
 }
 
 void octavo_write_cache(Engine* e, const Cache* cache, const int32_t* slots, int32_t tokens, const float* k, const float* v) {
@@ -76,6 +90,11 @@ void octavo_attention_block(Engine* e, const Model* m, const Layer* layer, const
 
 void octavo_mlp_block(Engine* e, const Model* m, const Layer* layer, int32_t rows, const float* x, float* out) {
     mlp_block(*e, *m, *layer, rows, x, out);
+}
+
+void octavo_decoder(Engine* e, const Model* m, const Layer* layers, const Cache* caches, const int32_t* windows,
+                    int32_t count, const Step* step, float* x) {
+    decoder(*e, *m, layers, caches, windows, count, *step, x);
 }
 
 }  // extern "C"

@@ -41,7 +41,7 @@ struct Engine {
     Engine(int threads, int spins) : team(threads, spins) {}
     Team team;
     Units units;
-    Buffer normed, qkv, attended, hidden, sums, peaks, totals;
+    Buffer normed, qkv, attended, hidden, sums, peaks, totals, words, group_scales, group_totals;
 };
 
 // x / sqrt(mean(x²) + eps) × weight (arXiv 1910.07467).
@@ -85,17 +85,36 @@ inline void for_panels(Team& team, int panels, int rows, const F& task) {
     });
 }
 
+// Activations a [rows, k] for products with this matrix. They are valid until the next call.
+inline Rows activations(Engine& e, const Weight& w, const float* a, int rows) {
+    Rows x{a, w.k};
+    if (!has_dots(w)) return x;
+    const int group = dot_group(w);
+    x.words_stride = group ? w.k / 4 : w.blocks(2);
+    x.words = reinterpret_cast<const uint32_t*>(e.words.get(rows * x.words_stride));
+    if (group) {
+        x.groups = w.k / group;
+        x.scales = e.group_scales.get(int64_t(rows) * x.groups);
+        x.totals = reinterpret_cast<const int32_t*>(e.group_totals.get(int64_t(rows) * x.groups));
+    }
+    for_rows(e.team, rows, 8, [&](int low, int high) {
+        for (int r = low; r < high; ++r) to_words(w, x, r);
+    });
+    return x;
+}
+
 // out [rows, n] = a [rows, k] × w, plus `added` [rows, n] unless that is null.
-inline void linear(Team& team, const Weight& w, const float* a, int rows, float* out, const float* added) {
-    for_panels(team, w.panels(), rows, [&](int p, int low, int high) {
-        multiply_panel(w, p, a, w.k, low, high, [&](int row, Vec x, Vec y) {
+inline void linear(Engine& e, const Weight& w, const float* a, int rows, float* out, const float* added) {
+    const Rows x = activations(e, w, a, rows);
+    for_panels(e.team, w.panels(), rows, [&](int p, int low, int high) {
+        multiply_panel(w, p, x, low, high, [&](int row, Vec sum_a, Vec sum_b) {
             if (added) {
                 const float* from = added + int64_t(row) * w.n + p * PANEL;
                 alignas(64) float both[PANEL] = {};
                 std::memcpy(both, from, sizeof(float) * std::min(PANEL, w.n - p * PANEL));
-                x += load(both), y += load(both + LANES);
+                sum_a += load(both), sum_b += load(both + LANES);
             }
-            store_panel(out + int64_t(row) * w.n, w.n, p, x, y);
+            store_panel(out + int64_t(row) * w.n, w.n, p, sum_a, sum_b);
         });
     });
 }
@@ -130,6 +149,11 @@ inline void merge(const Units& plan, const Model& m, int first, int head, Partia
         }
         for (int d = 0; d < dims; ++d) o[d] /= total;
     }
+}
+
+// How the attention of layers with this window is cut in this step.
+inline void plan_attention(Engine& e, const Model& m, const Step& step, int block_size, int window) {
+    e.units = plan_units(step, m.heads / m.kv_heads, block_size, m.kv_heads, e.team.threads(), window);
 }
 
 // q [tokens, stride] → out [tokens, heads × head_dim], for keys and values in the cache.
@@ -176,14 +200,14 @@ inline void attention(Engine& e, const Model& m, const Step& step, const Cache& 
     });
 }
 
-// out = x + output(attention(norm(x))); x and out are [tokens, hidden]. Keys and values go into the cache.
+// out = x + output(attention(norm(x))); x and out are [tokens, hidden], and may be the same. Keys and values go into the cache.
 inline void attention_block(Engine& e, const Model& m, const Layer& layer, const Step& step, const Cache& cache,
                             int window, const float* x, float* out) {
     const int dims = m.head_dim, tokens = step.tokens;
     const int64_t width = int64_t(m.heads + 2 * m.kv_heads) * dims;
     const float* normed = norm_rows(e, x, layer.attn_norm, tokens, m);
     float* qkv = e.qkv.get(tokens * width);
-    linear(e.team, layer.qkv, normed, tokens, qkv, nullptr);
+    linear(e, layer.qkv, normed, tokens, qkv, nullptr);
     for_rows(e.team, tokens, 4, [&](int low, int high) {
         for (int t = low; t < high; ++t) {
             float* row = qkv + t * width;
@@ -196,7 +220,7 @@ inline void attention_block(Engine& e, const Model& m, const Layer& layer, const
     });
     float* attended = e.attended.get(int64_t(tokens) * m.heads * dims);
     attention(e, m, step, cache, qkv, width, window, attended);
-    linear(e.team, layer.out, attended, tokens, out, x);
+    linear(e, layer.out, attended, tokens, out, x);
 }
 
 inline Vec activate(Vec gate, int kind) {
@@ -211,23 +235,34 @@ inline Vec activate(Vec gate, int kind) {
     return gate * (inner * 0.5f + 0.5f);
 }
 
-// out = x + down(activation(gate(norm(x))) × up(norm(x))).
+// out = x + down(activation(gate(norm(x))) × up(norm(x))); x and out may be the same.
 inline void mlp_block(Engine& e, const Model& m, const Layer& layer, int rows, const float* x, float* out) {
     const float* normed = norm_rows(e, x, layer.mlp_norm, rows, m);
     float* hidden = e.hidden.get(int64_t(rows) * m.intermediate);
     const Weight& both = layer.gate_up;
+    const Rows h = activations(e, both, normed, rows);
     for_panels(e.team, both.panels() / 2, rows, [&](int p, int low, int high) {
         alignas(64) float gates[TASK_ROWS * PANEL];
-        multiply_panel(both, 2 * p, normed, m.hidden, low, high, [&](int row, Vec x, Vec y) {
+        multiply_panel(both, 2 * p, h, low, high, [&](int row, Vec x, Vec y) {
             store(gates + (row - low) * PANEL, activate(x, m.activation));
             store(gates + (row - low) * PANEL + LANES, activate(y, m.activation));
         });
-        multiply_panel(both, 2 * p + 1, normed, m.hidden, low, high, [&](int row, Vec x, Vec y) {
+        multiply_panel(both, 2 * p + 1, h, low, high, [&](int row, Vec x, Vec y) {
             const float* gate = gates + (row - low) * PANEL;
             store_panel(hidden + int64_t(row) * m.intermediate, m.intermediate, p, x * load(gate), y * load(gate + LANES));
         });
     });
-    linear(e.team, layer.down, hidden, rows, out, x);
+    linear(e, layer.down, hidden, rows, out, x);
+}
+
+// All layers, one after the other, in place: x is [tokens, hidden].
+inline void decoder(Engine& e, const Model& m, const Layer* layers, const Cache* caches, const int32_t* windows, int count,
+                    const Step& step, float* x) {
+    for (int i = 0; i < count; ++i) {
+        if (i == 0 || windows[i] != windows[i - 1]) plan_attention(e, m, step, caches[i].block_size, windows[i]);
+        attention_block(e, m, layers[i], step, caches[i], windows[i], x, x);
+        mlp_block(e, m, layers[i], step.tokens, x, x);
+    }
 }
 
 }  // namespace octavo

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-ABI = 1
+ABI = 2
 SPINS = 5000
 """Looks for work before an idle thread sleeps: about 100 microseconds, more than the pause between two kernels."""
 
@@ -71,7 +71,9 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "destroy": (None, (_P,)),
     "data_bytes": (_L, (_P,)),
     "scale_bytes": (_L, (_P,)),
+    "activation_bits": (_I, (_P,)),
     "pack": (None, (_P, _P, _L, _I, _L, _P, _I)),
+    "pack_numbers": (None, (_P, _P, _L, _I, _L, _P, _P, _P)),
     "rows": (None, (_P, _P, _P, _I, _P)),
     "linear": (None, (_P, _P, _P, _I, _P)),
     "plan": (None, (_P, _P, _P, _I, _I)),
@@ -79,6 +81,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "attention": (None, (_P, _P, _P, _P, _I, _P, _P)),
     "attention_block": (None, (_P, _P, _P, _P, _P, _I, _P, _P)),
     "mlp_block": (None, (_P, _P, _P, _I, _P, _P)),
+    "decoder": (None, (_P, _P, _P, _P, _P, _I, _P, _P)),
 }
 
 
@@ -116,6 +119,10 @@ class Library:
     def sizes(self, weight: Weight) -> tuple[int, int]:
         """Bytes of a packed matrix and of its scales."""
         return self._library.octavo_data_bytes(C.byref(weight)), self._library.octavo_scale_bytes(C.byref(weight))
+
+    def activation_bits(self, weight: Weight) -> int:
+        """To how many bits activations are rounded in products with a matrix: 32, 16 (bfloat16) or 8."""
+        return self._library.octavo_activation_bits(C.byref(weight))
 
     def close(self) -> None:
         """Ends the threads."""

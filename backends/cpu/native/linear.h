@@ -4,8 +4,11 @@
 // rows: a slab of a panel, DEPTH deep, is decoded into the first-level cache once and then used by all rows of a task.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "dots.h"
 #include "simd.h"
 #include "weights.h"
 
@@ -20,34 +23,28 @@ template <int R, class Reader>
 inline void multiply(const float* a, int64_t stride, Reader& panel, int k0, int k1, Vec (&sums)[R][2]) {
     // Few rows are few chains of additions, each of which waits for the one before: more chains, summed at the end.
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;
-    constexpr int BLOCK = Reader::BLOCK;
+    constexpr int BLOCK = Reader::BLOCK, STEP = std::max(BLOCK, 4);
     Vec part[CHAINS][R][2] = {};
-    int k = k0;
-    for (; k + BLOCK <= k1; k += BLOCK) {
-        panel.load(k);
-#pragma GCC unroll 8
-        for (int i = 0; i < BLOCK; ++i) {
-            Vec x, y;
-            panel.get(i, x, y);
+    auto add = [&](int k, int i, int chain) {
+        Vec x, y;
+        panel.get(i, x, y);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                float v = a[r * stride + k + i];
-                part[i % CHAINS][r][0] += x * v;
-                part[i % CHAINS][r][1] += y * v;
-            }
+        for (int r = 0; r < R; ++r) {
+            float v = a[r * stride + k + i];
+            part[chain][r][0] += x * v;
+            part[chain][r][1] += y * v;
         }
-    }
-    if (k < k1) {
+    };
+    int k = k0;
+    for (; k + STEP <= k1; k += STEP)
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP; ++i) {
+            if (i % BLOCK == 0) panel.load(k + i);
+            add(k + i / BLOCK * BLOCK, i % BLOCK, i % CHAINS);
+        }
+    for (; k < k1; k += BLOCK) {
         panel.load(k);
-        for (int i = 0; i < k1 - k; ++i) {
-            Vec x, y;
-            panel.get(i, x, y);
-            for (int r = 0; r < R; ++r) {
-                float v = a[r * stride + k + i];
-                part[0][r][0] += x * v;
-                part[0][r][1] += y * v;
-            }
-        }
+        for (int i = 0; i < std::min(BLOCK, k1 - k); ++i) add(k, i, 0);
     }
     for (int c = 0; c < CHAINS; ++c)
         for (int r = 0; r < R; ++r)
@@ -114,21 +111,22 @@ inline void many_rows(const Weight& w, int p, const float* a, int64_t stride, in
         sink(row, load(kept + (row - low) * PANEL), load(kept + (row - low) * PANEL + LANES));
 }
 
-// Rows low to high - 1 (at most TASK_ROWS) of a [M, K] times panel p; sink(row, Vec, Vec) gets the results, with bias.
+// Rows low to high - 1 (at most TASK_ROWS) of x [M, K] times panel p; sink(row, Vec, Vec) gets the results, with bias.
 template <class Sink>
-inline void multiply_panel(const Weight& w, int p, const float* a, int64_t stride, int low, int high, const Sink& sink) {
+inline void multiply_panel(const Weight& w, int p, const Rows& x, int low, int high, const Sink& sink) {
     Vec bias_a{}, bias_b{};
     if (w.bias) {
         alignas(64) float padded[PANEL] = {};
         std::memcpy(padded, w.bias + p * PANEL, sizeof(float) * std::min(PANEL, w.n - p * PANEL));
         bias_a = load(padded), bias_b = load(padded + LANES);
     }
-    auto add = [&](int row, Vec x, Vec y) { sink(row, x + bias_a, y + bias_b); };
+    auto add = [&](int row, Vec a, Vec b) { sink(row, a + bias_a, b + bias_b); };
+    if (x.words) return dot_panel(w, p, x, low, high, add);
     with_reader(w, [&]<class Reader>() {
         if (high - low >= MANY)
-            many_rows<Reader>(w, p, a, stride, low, high, add);
+            many_rows<Reader>(w, p, x.a, x.stride, low, high, add);
         else
-            in_pieces(low, high, [&]<int R>(int row) { few_rows<R, Reader>(w, p, a, stride, row, add); });
+            in_pieces(low, high, [&]<int R>(int row) { few_rows<R, Reader>(w, p, x.a, x.stride, row, add); });
     });
 }
 

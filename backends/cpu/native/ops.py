@@ -70,6 +70,8 @@ class NativeOps(TorchOps):
         self._library = library
         # For which step and window the library, which keeps one at a time, has cut the attention.
         self._cut_for: tuple[Plan | None, int] = (None, 0)
+        # Layers and caches, and arrays of their structs.
+        self._decoder: tuple[Any, ...] | None = None
 
     def plan(self, model: ModelSpec, shape: StepShape, inputs: StepInput, cache: Cache) -> Any:
         return Plan(model, inputs)
@@ -101,6 +103,19 @@ class NativeOps(TorchOps):
         return out.to(q.dtype)
 
     # ------------------------------------------------------------------ composites
+
+    def decoder(self, x: Tensor, layers: Any, caches: Any, ctx: StepContext) -> Any:
+        """All layers in one call: what Python adds to each would be felt in a decode step."""
+        count, plan = len(layers), ctx.plan
+        if self._decoder is None or self._decoder[0] is not layers or self._decoder[1] is not caches:
+            windows = (C.c_int32 * count)(*(w or 0 for w in ctx.model.sliding_window))
+            structs = (native.Layer * count)(*(layer.struct for layer in layers))
+            self._decoder = (layers, caches, structs, (native.Cache * count)(*(c.struct for c in caches)), windows)
+        plan.step.cos, plan.step.sin = address(ctx.cos), address(ctx.sin)
+        self._cut_for = (None, 0)
+        out = x.clone()
+        self._library.decoder(C.byref(plan.model), *self._decoder[2:], count, C.byref(plan.step), address(out))
+        return out, caches
 
     def attention_block(self, x: Tensor, layer: Any, cache: Any, ctx: StepContext, window: int | None) -> Any:
         plan: Plan = ctx.plan

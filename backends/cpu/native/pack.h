@@ -23,20 +23,18 @@ inline int64_t placed(int64_t i, int64_t first, int32_t alternate) {
     return ((i / PANEL) * 2 + (alternate - 1)) * PANEL + i % PANEL;
 }
 
-inline int64_t column_at(int column, int32_t format) {
-    if (format != BF16) return column;
-    return column < LANES ? 2 * column : 2 * (column - LANES) + 1;  // see ReadBF16
+// Bits of number k of a row into the word that it shares with its neighbours (see ReadWords).
+inline void put_bits(const Weight& w, int64_t row, int k, uint32_t bits, int block, int shift, uint32_t mask) {
+    auto* words = static_cast<uint32_t*>(const_cast<void*>(w.data));
+    uint32_t& word = words[(row / PANEL * w.blocks(block) + k / block) * PANEL + row % PANEL];
+    word = (word & ~(mask << shift)) | (bits & mask) << shift;
 }
 
 inline void put_number(const Weight& w, int64_t row, int k, int number) {
-    const int64_t panel = row / PANEL, column = row % PANEL;
-    if (w.format == INT8) {
-        static_cast<int8_t*>(const_cast<void*>(w.data))[(panel * w.k + k) * PANEL + column] = int8_t(number);
-    } else {
-        auto* words = static_cast<uint32_t*>(const_cast<void*>(w.data));
-        uint32_t& word = words[(panel * (w.k / 8) + k / 8) * PANEL + column];
-        word = (word & ~(15u << 4 * (k % 8))) | uint32_t(number) << 4 * (k % 8);
-    }
+    if (w.format == INT8)
+        put_bits(w, row, k, uint32_t(number), 4, 8 * (k % 4), 255);
+    else
+        put_bits(w, row, k, uint32_t(number), 8, uint4_shift(k % 8), 15);
 }
 
 inline void put_scale(const Weight& w, int64_t row, int g, uint16_t scale, uint16_t least) {
@@ -74,8 +72,6 @@ inline void quantize_group(const Weight& w, int64_t row, int g, const float* val
 
 // Row `row` of the whole from `row[0 .. k)` of a source.
 inline void pack_row(const Weight& w, int64_t row, const void* source, int32_t kind, int64_t offset) {
-    void* data = const_cast<void*>(w.data);
-    const int64_t base = row / PANEL * w.k * PANEL, column = column_at(int(row % PANEL), w.format);
     if (w.format == INT8 || w.format == UINT4) {
         thread_local std::vector<float> values;
         values.resize(w.k);
@@ -84,17 +80,31 @@ inline void pack_row(const Weight& w, int64_t row, const void* source, int32_t k
             quantize_group(w, row, g, values.data() + g * w.group, std::min(w.group, w.k - g * w.group));
         return;
     }
+    void* data = const_cast<void*>(w.data);
+    const int64_t base = row / PANEL * w.k * PANEL + row % PANEL;
     for (int k = 0; k < w.k; ++k) {
-        const int64_t at = base + int64_t(k) * PANEL + column;
         if (w.format == F32) {
-            static_cast<float*>(data)[at] = read_source(source, kind, offset + k);
-        } else if (w.format == kind) {
-            static_cast<uint16_t*>(data)[at] = static_cast<const uint16_t*>(source)[offset + k];
+            static_cast<float*>(data)[base + int64_t(k) * PANEL] = read_source(source, kind, offset + k);
+            continue;
+        }
+        uint16_t bits;
+        if (w.format == kind) {
+            bits = static_cast<const uint16_t*>(source)[offset + k];
         } else {
             float x = read_source(source, kind, offset + k);
-            static_cast<uint16_t*>(data)[at] = w.format == BF16 ? float_to_bf16(x) : float_to_half(x);
+            bits = w.format == BF16 ? float_to_bf16(x) : float_to_half(x);
         }
+        if (w.format == BF16)
+            put_bits(w, row, k, bits, 2, 16 * (k % 2), 0xffff);
+        else
+            static_cast<uint16_t*>(data)[base + int64_t(k) * PANEL] = bits;
     }
+}
+
+// Row `row` from numbers that were made elsewhere: numbers [k], a scale and (in UINT4) a least value for each group.
+inline void pack_numbers(const Weight& w, int64_t row, const int8_t* numbers, const uint16_t* scales, const uint16_t* least) {
+    for (int k = 0; k < w.k; ++k) put_number(w, row, k, numbers[k]);
+    for (int g = 0; g < w.groups(); ++g) put_scale(w, row, g, scales[g], least ? least[g] : 0);
 }
 
 // Row `row` as float32 [k].

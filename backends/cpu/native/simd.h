@@ -117,20 +117,13 @@ inline Vec load_half(const uint16_t* p) {
 #endif
 }
 
-// Step by step: asked to widen more than twofold at once, GCC 12 converts number by number.
-inline Vec load_int8(const int8_t* p) {
-    auto wide = __builtin_convertvector((load_as<int8_t, Byte>(p)), Short);
-    return __builtin_convertvector(__builtin_convertvector(wide, VecI), Vec);
-}
-
-// Calls f.template operator()<R>(row) for the rows low to high - 1 in pieces of R.
-template <class F>
+// Calls f.template operator()<R>(row) for the rows low to high - 1 in pieces of R, MOST at most.
+template <int MOST = ROWS_MOST, class F>
 inline void in_pieces(int low, int high, F&& f) {
     int row = low;
-    for (; high - row >= ROWS_MOST; row += ROWS_MOST) f.template operator()<ROWS_MOST>(row);
-#if ROWS_MOST > 8
-    if (high - row >= 8) f.template operator()<8>(row), row += 8;
-#endif
+    for (; high - row >= MOST; row += MOST) f.template operator()<MOST>(row);
+    if constexpr (MOST > 8)
+        if (high - row >= 8) f.template operator()<8>(row), row += 8;
     if (high - row >= 4) f.template operator()<4>(row), row += 4;
     if (high - row == 3) f.template operator()<3>(row), row += 3;
     if (high - row == 2) f.template operator()<2>(row), row += 2;

@@ -12,8 +12,11 @@ VARIABLE = "OCTAVO_CPU_KERNELS"
 """Environment variable: the variant to use, one of VARIANTS, in place of the best that the processor has."""
 
 # Best first, with the instructions that the compiler was allowed to use.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 VARIANTS: dict[str, frozenset[str]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx512bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "avx512vnni": _AVX512 | {"avx512_vnni"},
+    "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}),
     "baseline": frozenset(),
 }

@@ -22,13 +22,21 @@ struct Weight {
 
     int panels() const { return (n + PANEL - 1) / PANEL; }
     int groups() const { return (k + group - 1) / group; }
+    int blocks(int block) const { return (k + block - 1) / block; }
 };
 
+// Where number i of a word of eight begins.
+constexpr int uint4_shift(int i) { return 8 * (i % 4) + 4 * (i / 4); }
+
 // Each reader walks over one panel. `group` is called before the first k of a group, `load` before each BLOCK of k,
-// `get` gives the weights of k + i. A BLOCK may reach beyond K: buffers are padded, and what is beyond is not asked for.
+// `get` gives the weights of k + i. Buffers hold whole BLOCKs; what of the last one is beyond K is not asked for.
+//
+// In the formats of less than 32 bits, but for float16, the weights of a BLOCK of one column are one 32-bit word, the
+// first in its lowest bits (see ReadUint4 for 4 bits): the form in which instructions for dot products want them
+// (`dots.h`).
 
 struct ReadF32 {
-    static constexpr int BLOCK = 4;
+    static constexpr int BLOCK = 1;
     const float* at;
     const float* here = nullptr;
 
@@ -36,86 +44,103 @@ struct ReadF32 {
     explicit ReadF32(const float* buffer) : at(buffer) {}
     void group(int) {}
     void load(int k) { here = at + int64_t(k) * PANEL; }
-    void get(int i, Vec& a, Vec& b) const {
-        a = octavo::load(here + i * PANEL);
-        b = octavo::load(here + i * PANEL + LANES);
-    }
-};
-
-// Columns j and j + LANES alternate, so that one register is taken apart by a shift and a mask.
-struct ReadBF16 {
-    static constexpr int BLOCK = 4;
-    const uint16_t* at;
-    const uint16_t* here = nullptr;
-
-    ReadBF16(const Weight& w, int panel) : at(static_cast<const uint16_t*>(w.data) + int64_t(panel) * w.k * PANEL) {}
-    void group(int) {}
-    void load(int k) { here = at + int64_t(k) * PANEL; }
-    void get(int i, Vec& a, Vec& b) const {
-        VecU both = load_as<uint16_t, VecU>(here + i * PANEL);
-        a = (Vec)(both << 16);
-        b = (Vec)(both & 0xffff0000u);
+    void get(int, Vec& a, Vec& b) const {
+        a = octavo::load(here);
+        b = octavo::load(here + LANES);
     }
 };
 
 struct ReadF16 {
-    static constexpr int BLOCK = 4;
+    static constexpr int BLOCK = 1;
     const uint16_t* at;
     const uint16_t* here = nullptr;
 
     ReadF16(const Weight& w, int panel) : at(static_cast<const uint16_t*>(w.data) + int64_t(panel) * w.k * PANEL) {}
     void group(int) {}
     void load(int k) { here = at + int64_t(k) * PANEL; }
-    void get(int i, Vec& a, Vec& b) const {
-        a = load_half(here + i * PANEL);
-        b = load_half(here + i * PANEL + LANES);
+    void get(int, Vec& a, Vec& b) const {
+        a = load_half(here);
+        b = load_half(here + LANES);
     }
 };
 
-struct ReadInt8 {
-    static constexpr int BLOCK = 4;
-    const int8_t* at;
-    const uint16_t* scales;
-    const int8_t* here = nullptr;
-    Vec scale_a{}, scale_b{};
-
-    ReadInt8(const Weight& w, int panel)
-        : at(static_cast<const int8_t*>(w.data) + int64_t(panel) * w.k * PANEL),
-          scales(w.scales + int64_t(panel) * w.groups() * PANEL) {}
-    void group(int g) {
-        scale_a = load_half(scales + g * PANEL);
-        scale_b = load_half(scales + g * PANEL + LANES);
-    }
-    void load(int k) { here = at + int64_t(k) * PANEL; }
-    void get(int i, Vec& a, Vec& b) const {
-        a = load_int8(here + i * PANEL) * scale_a;
-        b = load_int8(here + i * PANEL + LANES) * scale_b;
-    }
-};
-
-// Eight k of a column are the nibbles of one 32-bit word, the first in the lowest.
-struct ReadUint4 {
-    static constexpr int BLOCK = 8;
+// The words of a panel: PANEL of them for each BLOCK of k.
+template <int B>
+struct ReadWords {
+    static constexpr int BLOCK = B;
     const uint32_t* at;
-    const uint16_t* scales;
     VecU word_a{}, word_b{};
-    Vec scale_a{}, scale_b{}, least_a{}, least_b{};
 
-    ReadUint4(const Weight& w, int panel)
-        : at(static_cast<const uint32_t*>(w.data) + int64_t(panel) * (w.k / 8) * PANEL),
-          scales(w.scales + int64_t(panel) * w.groups() * 2 * PANEL) {}
-    void group(int g) {
-        const uint16_t* s = scales + int64_t(g) * 2 * PANEL;
-        scale_a = load_half(s);
-        scale_b = load_half(s + LANES);
-        least_a = load_half(s + PANEL);
-        least_b = load_half(s + PANEL + LANES);
-    }
+    ReadWords(const Weight& w, int panel)
+        : at(static_cast<const uint32_t*>(w.data) + int64_t(panel) * w.blocks(BLOCK) * PANEL) {}
     void load(int k) {
-        const uint32_t* p = at + int64_t(k / 8) * PANEL;
+        const uint32_t* p = at + int64_t(k / BLOCK) * PANEL;
         word_a = load_as<uint32_t, VecU>(p);
         word_b = load_as<uint32_t, VecU>(p + LANES);
     }
+};
+
+struct ReadBF16 : ReadWords<2> {
+    using ReadWords::ReadWords;
+    void group(int) {}
+    void get(int i, Vec& a, Vec& b) const {
+        a = i == 0 ? (Vec)(word_a << 16) : (Vec)(word_a & 0xffff0000u);
+        b = i == 0 ? (Vec)(word_b << 16) : (Vec)(word_b & 0xffff0000u);
+    }
+};
+
+// Scales of the columns of a panel, for one group after the other.
+struct Scales {
+    const uint16_t* at;
+    Vec a{}, b{};
+
+    Scales(const Weight& w, int panel) : at(w.scales + int64_t(panel) * w.groups() * PANEL) {}
+    void group(int g) {
+        a = load_half(at + int64_t(g) * PANEL);
+        b = load_half(at + int64_t(g) * PANEL + LANES);
+    }
+};
+
+struct ScalesAndLeast {
+    const uint16_t* at;
+    Vec a{}, b{}, least_a{}, least_b{};
+
+    ScalesAndLeast(const Weight& w, int panel) : at(w.scales + int64_t(panel) * w.groups() * 2 * PANEL) {}
+    void group(int g) {
+        const uint16_t* s = at + int64_t(g) * 2 * PANEL;
+        a = load_half(s);
+        b = load_half(s + LANES);
+        least_a = load_half(s + PANEL);
+        least_b = load_half(s + PANEL + LANES);
+    }
+};
+
+struct ReadInt8 : ReadWords<4> {
+    Scales scale;
+
+    ReadInt8(const Weight& w, int panel) : ReadWords(w, panel), scale(w, panel) {}
+    void group(int g) { scale.group(g); }
+    void get(int i, Vec& a, Vec& b) const {
+        a = number(word_a, i) * scale.a;
+        b = number(word_b, i) * scale.b;
+    }
+
+private:
+    static Vec number(VecU word, int i) { return __builtin_convertvector((VecI)(word << (24 - 8 * i)) >> 24, Vec); }
+};
+
+// Of a word's eight numbers the first four are the low halves of its bytes, the others the high halves.
+struct ReadUint4 : ReadWords<8> {
+    ScalesAndLeast scale;
+
+    ReadUint4(const Weight& w, int panel) : ReadWords(w, panel), scale(w, panel) {}
+    void group(int g) { scale.group(g); }
+    void get(int i, Vec& a, Vec& b) const {
+        a = number(word_a >> uint4_shift(i)) * scale.a + scale.least_a;
+        b = number(word_b >> uint4_shift(i)) * scale.b + scale.least_b;
+    }
+
+private:
     static Vec number(VecU bits) {
 #if LANES == 16
         // A permutation looks at the lowest four bits of each lane only, so nothing has to be masked or converted.
@@ -124,10 +149,6 @@ struct ReadUint4 {
 #else
         return __builtin_convertvector((VecI)(bits & 15), Vec);
 #endif
-    }
-    void get(int i, Vec& a, Vec& b) const {
-        a = number(word_a >> (4 * i)) * scale_a + least_a;
-        b = number(word_b >> (4 * i)) * scale_b + least_b;
     }
 };
 
