@@ -10,10 +10,6 @@
 #include "simd.h"
 #include "weights.h"
 
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
-#include <immintrin.h>
-#endif
-
 namespace octavo {
 
 // Activations [M, K] as a product takes them: float32, and, where it works with dots, words too.
@@ -76,6 +72,7 @@ inline void dot_bf16(const Weight& w, int p, const Rows& x, int row, const Sink&
     int j = 0;
     auto add = [&](int chain) {
         panel.load(2 * j);
+        if constexpr (R >= AHEAD_ROWS) panel.ahead();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             sums[chain][r][0] = dot(sums[chain][r][0], panel.word_a, a[r * x.words_stride + j]);
@@ -136,6 +133,7 @@ inline void dot_int8(const Weight& w, int p, const Rows& x, int row, const Sink&
 #pragma GCC unroll 8
         for (int j = 0; j < GROUP / 4; ++j) {
             panel.load(g * GROUP + 4 * j);
+            if constexpr (R >= AHEAD_ROWS) panel.ahead();
             const VecU low = panel.word_a ^ 0x80808080u, high = panel.word_b ^ 0x80808080u;
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -164,6 +162,7 @@ inline void dot_uint4(const Weight& w, int p, const Rows& x, int row, const Sink
 #pragma GCC unroll 4
         for (int j = 0; j < GROUP / 8; ++j) {
             panel.load(g * GROUP + 8 * j);
+            if constexpr (R >= AHEAD_ROWS) panel.ahead();
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const VecU low = (panel.word_a >> (4 * half)) & 0x0f0f0f0fu;

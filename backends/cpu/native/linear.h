@@ -39,7 +39,10 @@ inline void multiply(const float* a, int64_t stride, Reader& panel, int k0, int 
     for (; k + STEP <= k1; k += STEP)
 #pragma GCC unroll 8
         for (int i = 0; i < STEP; ++i) {
-            if (i % BLOCK == 0) panel.load(k + i);
+            if (i % BLOCK == 0) {
+                panel.load(k + i);
+                if constexpr (R >= AHEAD_ROWS) panel.ahead();
+            }
             add(k + i / BLOCK * BLOCK, i % BLOCK, i % CHAINS);
         }
     for (; k < k1; k += BLOCK) {

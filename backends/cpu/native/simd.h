@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS_MOST 12  // rows of a micro-kernel: 24 of 32 registers are sums
@@ -107,7 +111,12 @@ inline uint16_t float_to_half(float x) {
 }
 
 inline Vec load_half(const uint16_t* p) {
-#if defined(__F16C__) || defined(__aarch64__)
+    // Asked to convert a vector of _Float16, GCC 12 converts number by number.
+#if LANES == 16
+    return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)load_as<uint16_t, Half>(p));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps((__m128i)load_as<uint16_t, Half>(p));
+#elif defined(__aarch64__)
     typedef _Float16 H __attribute__((vector_size(LANES * 2)));
     return __builtin_convertvector((load_as<uint16_t, H>(p)), Vec);
 #else

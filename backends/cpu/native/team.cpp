@@ -38,8 +38,8 @@ void wake_all(std::atomic<uint32_t>& value) {
 
 }  // namespace
 
-Team::Team(int threads, int spins) : spins_(spins) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { loop(); });
+Team::Team(int threads, int spins) : ranges_(threads), spins_(spins) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { loop(i); });
 }
 
 Team::~Team() {
@@ -53,43 +53,60 @@ void Team::start(int count, Call call, const void* task) {
     call_ = call;
     task_ = task;
     done_.store(0, std::memory_order_relaxed);
-    uint64_t phase = (word_.load(std::memory_order_relaxed) >> 48) + 1;
-    word_.store(phase << 48 | uint64_t(count) << 24);
-    // A thread that goes to sleep raises `sleepers_` first and looks at the word once more afterwards.
+    ++phase_;
+    const int64_t threads = this->threads();
+    for (int64_t i = 0; i < threads; ++i)
+        ranges_[i].word.store(phase_ << 48 | uint64_t((i + 1) * count / threads) << 24 | uint64_t(i * count / threads));
+    // A thread that goes to sleep raises `sleepers_` first and looks at the ranges once more afterwards.
     if (sleepers_.load() > 0) {
         wake_.fetch_add(1);
         wake_all(wake_);
     }
-    while (work()) {
-    }
+    done_.fetch_add(work(0), std::memory_order_relaxed);
     while (done_.load(std::memory_order_acquire) != count) relax();
 }
 
-// Claims a task and does it; false if there is none.
-bool Team::work() {
-    uint64_t word = word_.load(std::memory_order_acquire);
+// Claims the next task of a range and does it; false if there is none.
+bool Team::claim(Range& range) {
+    uint64_t word = range.word.load(std::memory_order_acquire);
     do {
         if ((word & kNumber) >= (word >> 24 & kNumber)) return false;
-    } while (!word_.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel));
+    } while (!range.word.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel));
     call_(task_, int(word & kNumber));
-    done_.fetch_add(1, std::memory_order_release);
     return true;
 }
 
-void Team::loop() {
-    int idle = 0;
+// Does what there is to do, from the thread's own range first; returns how many tasks.
+int Team::work(int thread) {
+    int done = 0;
+    const int threads = this->threads();
+    for (int i = 0; i < threads; ++i)
+        while (claim(ranges_[(thread + i) % threads])) ++done;
+    return done;
+}
+
+bool Team::idle() const {
+    for (const Range& range : ranges_) {
+        uint64_t word = range.word.load();
+        if ((word & kNumber) < (word >> 24 & kNumber)) return false;
+    }
+    return true;
+}
+
+void Team::loop(int thread) {
+    int waited = 0;
     while (!ended_.load(std::memory_order_relaxed)) {
-        if (work()) {
-            idle = 0;
-        } else if (++idle < spins_) {
+        if (int done = work(thread)) {
+            done_.fetch_add(done, std::memory_order_release);
+            waited = 0;
+        } else if (++waited < spins_) {
             relax();
         } else {
             uint32_t seen = wake_.load();
             sleepers_.fetch_add(1);
-            uint64_t word = word_.load();
-            if ((word & kNumber) >= (word >> 24 & kNumber) && !ended_.load()) wait(wake_, seen);
+            if (idle() && !ended_.load()) wait(wake_, seen);
             sleepers_.fetch_sub(1);
-            idle = 0;
+            waited = 0;
         }
     }
 }

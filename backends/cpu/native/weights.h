@@ -28,8 +28,18 @@ struct Weight {
 // Where number i of a word of eight begins.
 constexpr int uint4_shift(int i) { return 8 * (i % 4) + 4 * (i / 4); }
 
+constexpr int AHEAD = 4096;     // bytes
+constexpr int AHEAD_ROWS = 4;  // from so many rows on
+
+inline void prefetch(const void* p) {
+    for (int line = 0; line < PANEL * 4; line += 64) __builtin_prefetch(static_cast<const char*>(p) + AHEAD + line);
+}
+
 // Each reader walks over one panel. `group` is called before the first k of a group, `load` before each BLOCK of k,
 // `get` gives the weights of k + i. Buffers hold whole BLOCKs; what of the last one is beyond K is not asked for.
+//
+// `ahead` asks for weights that are wanted soon. One row waits for memory alone, and the processor's own prefetching keeps
+// up; several rows compute in between, and it does not.
 //
 // In the formats of less than 32 bits, but for float16, the weights of a BLOCK of one column are one 32-bit word, the
 // first in its lowest bits (see ReadUint4 for 4 bits): the form in which instructions for dot products want them
@@ -44,6 +54,7 @@ struct ReadF32 {
     explicit ReadF32(const float* buffer) : at(buffer) {}
     void group(int) {}
     void load(int k) { here = at + int64_t(k) * PANEL; }
+    void ahead() const { prefetch(here); }
     void get(int, Vec& a, Vec& b) const {
         a = octavo::load(here);
         b = octavo::load(here + LANES);
@@ -58,6 +69,7 @@ struct ReadF16 {
     ReadF16(const Weight& w, int panel) : at(static_cast<const uint16_t*>(w.data) + int64_t(panel) * w.k * PANEL) {}
     void group(int) {}
     void load(int k) { here = at + int64_t(k) * PANEL; }
+    void ahead() const { prefetch(here); }
     void get(int, Vec& a, Vec& b) const {
         a = load_half(here);
         b = load_half(here + LANES);
@@ -69,15 +81,17 @@ template <int B>
 struct ReadWords {
     static constexpr int BLOCK = B;
     const uint32_t* at;
+    const uint32_t* here = nullptr;
     VecU word_a{}, word_b{};
 
     ReadWords(const Weight& w, int panel)
         : at(static_cast<const uint32_t*>(w.data) + int64_t(panel) * w.blocks(BLOCK) * PANEL) {}
     void load(int k) {
-        const uint32_t* p = at + int64_t(k / BLOCK) * PANEL;
-        word_a = load_as<uint32_t, VecU>(p);
-        word_b = load_as<uint32_t, VecU>(p + LANES);
+        here = at + int64_t(k / BLOCK) * PANEL;
+        word_a = load_as<uint32_t, VecU>(here);
+        word_b = load_as<uint32_t, VecU>(here + LANES);
     }
+    void ahead() const { prefetch(here); }
 };
 
 struct ReadBF16 : ReadWords<2> {
