@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from .arrays import device_of
 from .models.spec import ModelSpec
-from .sampling import filters, rng
-from .step import Cache, StepInput, StepShape
+from .sampling import filters, rng, sampler
+from .step import Cache, SamplerShape, SamplingInput, StepInput, StepShape
 
 Body = Callable[[Any, Any, Any, int], tuple[Any, Any]]
 
@@ -208,6 +208,14 @@ class Ops(ABC):
         return self.xp.astype(self.linear(x, weight), self.wide)
 
     # ------------------------------------------------------------------ sampling
+
+    def draw(self, shape: SamplerShape, scores: Any, s: SamplingInput) -> Any:
+        """A token per row from adjusted logits [R, V]: int32 [R].
+
+        Where the temperature is 0 the first of the largest, else a draw by `gumbel` from softmax(scores / temperature)
+        over what the filters keep. Default: the ops below (`sampling/sampler.py`).
+        """
+        return sampler.draw(self, shape, scores, s)
 
     def top_k(self, x: Any, k: int) -> tuple[Any, Any]:
         """The k largest of each row, largest first, ties in any order: [R, V] → [R, k], int32 [R, k].

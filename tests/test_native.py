@@ -36,17 +36,9 @@ STORAGES = [
 ]
 
 
-@pytest.fixture(scope="module", params=variants.VARIANTS)
-def library(request):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(variants.VARIABLE, request.param)
-        try:
-            found = variants.find_library(cpu_info())
-        except ConfigError as error:
-            pytest.skip(str(error))
-    library = native.Library(*found, threads=2)
-    yield library
-    library.close()
+@pytest.fixture(scope="module")
+def library(native_library):
+    return native_library
 
 
 def test_the_kernels_were_built():

@@ -34,11 +34,16 @@ def sample(ops: Ops, shape: SamplerShape, logits: Any, s: SamplingInput) -> Step
     """
     xp = ops.xp
     scores = _adjusted(ops, logits, s) if shape.adjust else logits
-    if not shape.greedy:
-        scores = _perturbed(ops, shape, scores, s)
-    tokens = xp.astype(xp.argmax(scores, axis=-1), xp.int32)
+    tokens = ops.draw(shape, scores, s)
     tokens = xp.where(s.targets >= 0, s.targets, tokens)
     return _with_logprobs(ops, shape, logits, tokens)
+
+
+def draw(ops: Ops, shape: SamplerShape, scores: Any, s: SamplingInput) -> Any:
+    """The default of `Ops.draw`."""
+    if not shape.greedy:
+        scores = _perturbed(ops, shape, scores, s)
+    return ops.xp.astype(ops.xp.argmax(scores, axis=-1), ops.xp.int32)
 
 
 def _adjusted(ops: Ops, logits: Any, s: SamplingInput) -> Any:

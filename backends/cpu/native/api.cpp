@@ -1,6 +1,7 @@
 // What Python calls: plain C functions over addresses. `library.py` has the other side of each struct and signature.
 #include "layer.h"
 #include "pack.h"
+#include "sampling.h"
 
 #include "team.cpp"
 
@@ -95,6 +96,22 @@ void octavo_mlp_block(Engine* e, const Model* m, const Layer* layer, int32_t row
 void octavo_decoder(Engine* e, const Model* m, const Layer* layers, const Cache* caches, const int32_t* windows,
                     int32_t count, const Step* step, float* x) {
     decoder(*e, *m, layers, caches, windows, count, *step, x);
+}
+
+// Logits [rows, stride], of which the first n are tokens → tokens [rows].
+void octavo_draw(Engine* e, const Sampling* s, const float* logits, int64_t stride, int32_t rows, int32_t n, int32_t* tokens) {
+    e->team.run(rows, [&](int r) { tokens[r] = draw(*s, r, logits + r * stride, n); });
+}
+
+// Standard Gumbel noise of rows [rows, n].
+void octavo_gumbel(Engine* e, const int32_t* seed, const int32_t* position, int32_t rows, int32_t n, float* out) {
+    e->team.run(rows, [&](int r) {
+        const Noise noise(seed + 2 * r, position[r]);
+        for (int i = 0; i < n; i += LANES) {
+            const Vec g = noise.get(uint32_t(i));
+            std::memcpy(out + int64_t(r) * n + i, &g, sizeof(float) * std::min(LANES, n - i));
+        }
+    });
 }
 
 }  // extern "C"

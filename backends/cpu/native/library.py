@@ -63,6 +63,12 @@ class Step(C.Structure):
     )  # fmt: skip
 
 
+class Sampling(C.Structure):
+    """Rows' sampling fields."""
+
+    _fields_ = tuple((name, C.c_void_p) for name in ("temperature", "seed", "position", "top_k", "top_p", "min_p"))
+
+
 _P, _I, _L = C.c_void_p, C.c_int32, C.c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "abi": (_I, ()),
@@ -81,6 +87,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "attention": (None, (_P, _P, _P, _P, _I, _P, _P)),
     "attention_block": (None, (_P, _P, _P, _P, _P, _I, _P, _P)),
     "mlp_block": (None, (_P, _P, _P, _I, _P, _P)),
+    "draw": (None, (_P, _P, _P, _L, _I, _I, _P)),
+    "gumbel": (None, (_P, _P, _P, _I, _I, _P)),
     "decoder": (None, (_P, _P, _P, _P, _P, _I, _P, _P)),
 }
 

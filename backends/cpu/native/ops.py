@@ -10,7 +10,7 @@ import torch
 from ....core.backend import CacheSpec
 from ....core.models.spec import ModelSpec
 from ....core.ops import StepContext
-from ....core.step import Cache, StepInput, StepShape
+from ....core.step import Cache, SamplerShape, SamplingInput, StepInput, StepShape
 from ...torch.dtypes import DTYPES
 from ...torch.ops import TorchOps
 from . import library as native
@@ -149,3 +149,21 @@ class NativeOps(TorchOps):
         out = torch.empty(len(wide), weight.shape[0])
         self._library.linear(weight.reference, address(wide), len(wide), address(out))
         return out if bias is None else out + bias
+
+    # ------------------------------------------------------------------ sampling
+
+    def draw(self, shape: SamplerShape, scores: Tensor, s: SamplingInput) -> Tensor:
+        if scores.dtype != torch.float32 or scores.stride(1) != 1:
+            return super().draw(shape, scores, s)
+        fields = () if shape.greedy else ("temperature", "seed", "position")
+        fields += ("top_k", "top_p", "min_p") if shape.filters and not shape.greedy else ()
+        struct = native.Sampling(**{name: address(getattr(s, name)) for name in fields})
+        tokens = torch.empty(len(scores), dtype=torch.int32)
+        rows, size = scores.shape
+        self._library.draw(C.byref(struct), scores.data_ptr(), scores.stride(0), rows, size, address(tokens))
+        return tokens
+
+    def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+        out = torch.empty(len(position), vocab_size)
+        self._library.gumbel(address(seed), address(position), len(position), vocab_size, address(out))
+        return out

@@ -107,21 +107,27 @@ inline void pack_numbers(const Weight& w, int64_t row, const int8_t* numbers, co
     for (int g = 0; g < w.groups(); ++g) put_scale(w, row, g, scales[g], least ? least[g] : 0);
 }
 
-// Row `row` as float32 [k].
+// Row `row` as float32 [k]. Of a panel only its own column is read.
 inline void unpack_row(const Weight& w, int64_t row, float* out) {
-    const int panel = int(row / PANEL), column = int(row % PANEL);
-    with_reader(w, [&]<class Reader>() {
-        Reader reader(w, panel);
-        for (int k = 0; k < w.k; k += Reader::BLOCK) {
-            if (k % w.group == 0) reader.group(k / w.group);
-            reader.load(k);
-            for (int i = 0; i < Reader::BLOCK && k + i < w.k; ++i) {
-                Vec x, y;
-                reader.get(i, x, y);
-                out[k + i] = column < LANES ? x[column] : y[column - LANES];
-            }
+    const int64_t panel = row / PANEL, column = row % PANEL;
+    auto word = [&](int block, int k) {
+        return static_cast<const uint32_t*>(w.data)[(panel * w.blocks(block) + k / block) * PANEL + column];
+    };
+    auto scale = [&](int g, int parts, int part) {
+        return half_to_float(w.scales[((panel * w.groups() + g) * parts + part) * PANEL + column]);
+    };
+    auto groups = [&](auto&& number) {
+        for (int g = 0; g < w.groups(); ++g) {
+            const int parts = w.format == UINT4 ? 2 : 1;
+            const float step = scale(g, parts, 0), least = parts == 2 ? scale(g, 2, 1) : 0;
+            for (int k = g * w.group; k < std::min((g + 1) * w.group, w.k); ++k) out[k] = number(k) * step + least;
         }
-    });
+    };
+    if (w.format == INT8) return groups([&](int k) { return float(int8_t(word(4, k) >> 8 * (k % 4))); });
+    if (w.format == UINT4) return groups([&](int k) { return float(word(8, k) >> uint4_shift(k % 8) & 15); });
+    for (int k = 0; k < w.k; ++k)
+        out[k] = w.format == BF16 ? bf16_to_float(uint16_t(word(2, k) >> 16 * (k % 2)))
+                                  : read_source(w.data, w.format, (panel * w.k + k) * PANEL + column);
 }
 
 }  // namespace octavo
