@@ -344,6 +344,7 @@ class MemoryPlan:
         total: the device's memory.
         available: what is free of it now, before the weights are loaded.
         weights: parameters.
+        weight_format: how matrices are kept, for messages: a dtype, or a format of few bits.
         activations: the most that a step needs besides.
         block_bytes: one KV block over all layers, as the backend lays it out.
         default_utilization: the share of `total` to use when neither `--memory-utilization` nor
@@ -360,6 +361,7 @@ class MemoryPlan:
     default_utilization: float = 0.9
     default_cache_share: float = 1.0
     remedy: str = ""
+    weight_format: str = ""
 
 
 # ------------------------------------------------------------------------------------------------ backend
@@ -444,6 +446,7 @@ class Backend(ABC):
             total=total,
             available=available,
             weights=weight_bytes(model, self.dtype(model)),
+            weight_format=self.dtype(model),
             activations=limits.max_num_batched_tokens * per_token + logits,
             block_bytes=self.cache_spec(model, limits).block_bytes,
             default_utilization=self.default_utilization,

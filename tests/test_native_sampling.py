@@ -43,7 +43,7 @@ def test_tokens_are_numpys(ops, vocab, scale):
         logits = (random.standard_normal((rows, vocab)) * scale).astype(np.float32)
         logits[random.random(logits.shape) < 0.1] = -INF
         logits[random.random(logits.shape) < 0.1] = scale  # ties
-        off = lambda value, other: np.where(random.random(rows) < 0.4, value, other)  # noqa: B023, E731
+        off = lambda value, other: np.where(random.random(rows) < 0.4, value, other)  # noqa: E731
         inputs = sampling_input(
             rows,
             temperature=off(0, random.uniform(0.2, 2.5, rows)),

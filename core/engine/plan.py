@@ -161,7 +161,7 @@ def make_plan(config: EngineConfig, spec: ModelSpec, backend: Executor, device: 
         raise ConfigError(f"{device} cannot swap KV blocks to the host: leave --swap-space at 0.")
     choices.add(
         f"KV cache: {num_blocks - 1} blocks of {limits.block_size} tokens, "
-        f"{size_text(num_blocks * memory.block_bytes)}; weights {size_text(memory.weights)}."
+        f"{size_text(num_blocks * memory.block_bytes)}; weights: {size_text(memory.weights)} ({memory.weight_format})."
     )
     return EnginePlan(backend.dtype(spec), backend.kv_dtype(spec), limits, memory, num_blocks, host_blocks, constraints)
 

@@ -1,6 +1,6 @@
 """Models from a GGUF file (llama.cpp's format): the ModelSpec from its metadata, and its weights.
 
-Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are dequantized one at a time.
+Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are read one at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from gguf import dequantize
 from gguf.constants import GGMLQuantizationType as Type
 
 from ..errors import ModelError
+from . import gguf_numbers
 from .config import MAX_DIMENSION, Config
 from .families import family_for_gguf
 from .gguf_file import GGUFFile
 from .rope import divide_by_factors
-from .spec import ModelSpec, ParamSpec
-from .weights import HostTensor
+from .spec import ModelSpec, ParamSpec, WeightFormat, model_params
+from .weights import HostTensor, QuantizedTensor
 
 NAMES = {
     "embed": "token_embd",
@@ -99,7 +100,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     window_key = f"{arch}.attention.sliding_window"
     window = Config({window_key: _uniform(file, window_key) or None}, where).optional_count(window_key)
     first = file.tensors.get("blk.0.attn_q.weight")
-    return replace(
+    spec = replace(
         spec,
         rope=rope,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -108,6 +109,14 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         sliding_window=(window,) * layers,
         dtype=FLOATS[first.type][0] if first and first.type in FLOATS else "float32",
     )
+    formats = {p.path: _format_of(file, p) for p in model_params(spec) if p.kind in ("linear", "embedding")}
+    return replace(spec, weight_formats=tuple((path, f) for path, f in formats.items() if f))
+
+
+def _format_of(file: GGUFFile, param: ParamSpec) -> WeightFormat | None:
+    """How a matrix is kept, where that can be computed on."""
+    tensor = file.tensors.get(checkpoint_name(param.path))
+    return None if tensor is None else gguf_numbers.FORMATS.get(tensor.type)
 
 
 def _config(file: GGUFFile, arch: str) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def _uniform(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 
 def _read(file: GGUFFile, name: str, shape: tuple[int, ...]) -> HostTensor:
-    """One tensor: float types as stored, others dequantized to float32."""
+    """One tensor: float types as stored, others as numbers and scales, or dequantized to float32."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise ModelError(f"{file.path}: tensor {name} is missing; the file does not hold a whole model.")
@@ -166,6 +175,8 @@ def _read(file: GGUFFile, name: str, shape: tuple[int, ...]) -> HostTensor:
         if rows.ctypes.data % np.dtype(stored).itemsize:  # array libraries assume aligned memory
             rows = rows.copy()
         return HostTensor(rows.view(stored).reshape(shape), dtype)
+    if tensor.type in gguf_numbers.FORMATS and len(shape) == 2:
+        return gguf_numbers.unpack(rows, tensor.type)
     try:
         # A damaged scale may be infinite; the values are then wrong, but that is no reason for a warning per block.
         with np.errstate(all="ignore"):
@@ -194,14 +205,16 @@ class GGUFSource:
         self._interleaved = file.metadata.get("general.architecture") == "llama"
 
     def read(self, param: ParamSpec) -> HostTensor:
-        """The parameter's values, in param.shape: views where the file holds floats, else float32.
+        """The parameter's values, in param.shape: views where the file holds floats, else a QuantizedTensor or float32.
 
         Raises:
             ModelError: the file lacks it, has it in another shape, or in a type that cannot be read.
         """
         host = _read(self._file, checkpoint_name(param.path), param.shape)
         order = self._row_order(param)
-        return host if order is None else HostTensor(host.data[order], host.dtype)
+        if order is None:
+            return host
+        return host.take(order) if isinstance(host, QuantizedTensor) else HostTensor(host.data[order], host.dtype)
 
     def _row_order(self, param: ParamSpec) -> np.ndarray | None:
         """The file's row for each of ours; None where they are the same."""

@@ -5,8 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class WeightFormat(NamedTuple):
+    """How a checkpoint keeps a matrix of few bits a number: a weight is number × scale (+ least).
+
+    Attributes:
+        name: the checkpoint's name for it, such as "Q4_1".
+        bits: 8 (from -128 to 127) or 4 (from 0 to 15).
+        group: neighbours in a row that share a scale.
+        least: whether they also share a least value, which is added.
+    """
+
+    name: str
+    bits: int
+    group: int
+    least: bool
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class ModelSpec:
         dtype: the checkpoint's dtype, "float32", "bfloat16" or "float16".
         eos_token_ids: tokens that end a sequence.
         bos_token_id: the token a text starts with, where there is one.
+        weight_formats: the matrices that the checkpoint keeps in few bits: (path, format) each. A backend may compute
+            on them as they are; to others they are float32.
     """
 
     family: str
@@ -67,6 +86,7 @@ class ModelSpec:
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    weight_formats: tuple[tuple[str, WeightFormat], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sliding_window:

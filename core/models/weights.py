@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
-from .spec import ModelSpec, ParamSpec, model_params
+from .spec import ModelSpec, ParamSpec, WeightFormat, model_params
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,47 @@ class HostTensor:
         return self.data.astype(np.float32, copy=False)
 
 
+class QuantizedTensor(HostTensor):
+    """A matrix of few bits a number. To whoever does not compute on those it is a float32 tensor.
+
+    Attributes:
+        format: how it is kept.
+        numbers: int8 [N, K]; of 4 bits, from 0 to 15.
+        scales: float32 [N, K / format.group].
+        least: float32 [N, K / format.group], or None where `format.least` is not set.
+    """
+
+    def __init__(
+        self, format: WeightFormat, numbers: np.ndarray, scales: np.ndarray, least: np.ndarray | None = None
+    ) -> None:
+        self.__dict__.update(format=format, numbers=numbers, scales=scales, least=least, dtype="float32")
+
+    format: WeightFormat
+    numbers: np.ndarray
+    scales: np.ndarray
+    least: np.ndarray | None
+
+    @cached_property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        """The values, float32 [N, K]."""
+        groups = self.numbers.reshape(*self.scales.shape, -1).astype(np.float32)
+        with np.errstate(all="ignore"):  # scales of a damaged file
+            groups *= self.scales[..., None]
+            if self.least is not None:
+                groups += self.least[..., None]
+        return groups.reshape(self.numbers.shape)
+
+    def take(self, rows: np.ndarray) -> QuantizedTensor:
+        """These rows of it."""
+        least = None if self.least is None else self.least[rows]
+        return QuantizedTensor(self.format, self.numbers[rows], self.scales[rows], least)
+
+
 class WeightSource(Protocol):
     """Where a model's parameters come from: a safetensors or GGUF checkpoint, or a test's random numbers."""
 
     def read(self, param: ParamSpec) -> HostTensor:
-        """The parameter's values, in param.shape.
+        """The parameter's values, in param.shape; a QuantizedTensor for those in `ModelSpec.weight_formats`.
 
         Raises:
             ModelError: the checkpoint lacks it, or has it in another shape.

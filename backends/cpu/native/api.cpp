@@ -10,7 +10,7 @@ using namespace octavo;
 extern "C" {
 
 // Of the structs above; raised whenever one of them or a signature changes, so that a stale library is not used.
-int32_t octavo_abi() { return 2; }
+int32_t octavo_abi() { return 3; }
 int32_t octavo_lanes() { return LANES; }
 
 Engine* octavo_create(int32_t threads, int32_t spins) { return new Engine(threads, spins); }
@@ -61,7 +61,7 @@ void octavo_rows(Engine* e, const Weight* w, const int32_t* ids, int32_t count, 
 }
 
 void octavo_linear(Engine* e, const Weight* w, const float* a, int32_t rows, float* out) {
-    linear(*e, *w, a, rows, out, nullptr);
+    linear(*e, *w, a, rows, out, w->n, nullptr);
 }
 
 // Once a step: how the attention of all layers with this window is cut.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -43,10 +44,16 @@ class NativeBackend(HostBackend):
         # Activations are float32 beside weights of two bytes as well.
         activations = plan.activations * 4 // DTYPE_BYTES[self.dtype(model)]
         block_bytes = (spec.block_bytes + wide.block_bytes) // 2
-        return replace(plan, weights=weights, activations=activations, block_bytes=block_bytes)
+        storage = self._storage(model)
+        kept = Counter(f.name for f in storage.kept.values())
+        formats = ", ".join(name for name, _ in kept.most_common()) or storage.quantization or storage.dtype
+        return replace(plan, weights=weights, weight_format=formats, activations=activations, block_bytes=block_bytes)
 
     def _storage(self, model: ModelSpec) -> Storage:
-        return Storage(self.dtype(model), self.config.options.get("quantization"))
+        """Matrices of few bits stay as they are, unless another width was asked for."""
+        quantization = self.config.options.get("quantization")
+        keeps = self.config.dtype == "auto" and quantization is None
+        return Storage(self.dtype(model), quantization, dict(model.weight_formats) if keeps else {})
 
     def load(self, model: ModelSpec, weights: WeightSource, progress: Callable[[int, int], None] | None = None) -> None:
         self.model = model

@@ -17,10 +17,12 @@ struct Model {
     float eps, scale;
 };
 
-// Shared with Python: a layer's parameters. q, k and v are one matrix; of gate and up, panels alternate.
+// Shared with Python: a layer's parameters. q, k and v are one matrix, or, where their formats differ, three; of gate and
+// up, panels alternate.
 struct Layer {
     const float* attn_norm;
-    Weight qkv, out;
+    Weight qkv[3];  // n is 0 for none
+    Weight out;
     const float* mlp_norm;
     Weight gate_up, down;
 };
@@ -103,18 +105,18 @@ inline Rows activations(Engine& e, const Weight& w, const float* a, int rows) {
     return x;
 }
 
-// out [rows, n] = a [rows, k] × w, plus `added` [rows, n] unless that is null.
-inline void linear(Engine& e, const Weight& w, const float* a, int rows, float* out, const float* added) {
+// out [rows, stride] = a [rows, k] × w [n], plus `added` of the same shape unless that is null.
+inline void linear(Engine& e, const Weight& w, const float* a, int rows, float* out, int64_t stride, const float* added) {
     const Rows x = activations(e, w, a, rows);
     for_panels(e.team, w.panels(), rows, [&](int p, int low, int high) {
         multiply_panel(w, p, x, low, high, [&](int row, Vec sum_a, Vec sum_b) {
             if (added) {
-                const float* from = added + int64_t(row) * w.n + p * PANEL;
+                const float* from = added + row * stride + p * PANEL;
                 alignas(64) float both[PANEL] = {};
                 std::memcpy(both, from, sizeof(float) * std::min(PANEL, w.n - p * PANEL));
                 sum_a += load(both), sum_b += load(both + LANES);
             }
-            store_panel(out + int64_t(row) * w.n, w.n, p, sum_a, sum_b);
+            store_panel(out + row * stride, w.n, p, sum_a, sum_b);
         });
     });
 }
@@ -207,7 +209,11 @@ inline void attention_block(Engine& e, const Model& m, const Layer& layer, const
     const int64_t width = int64_t(m.heads + 2 * m.kv_heads) * dims;
     const float* normed = norm_rows(e, x, layer.attn_norm, tokens, m);
     float* qkv = e.qkv.get(tokens * width);
-    linear(e, layer.qkv, normed, tokens, qkv, nullptr);
+    float* part = qkv;
+    for (const Weight& w : layer.qkv) {
+        if (w.n) linear(e, w, normed, tokens, part, width, nullptr);
+        part += w.n;
+    }
     for_rows(e.team, tokens, 4, [&](int low, int high) {
         for (int t = low; t < high; ++t) {
             float* row = qkv + t * width;
@@ -220,7 +226,7 @@ inline void attention_block(Engine& e, const Model& m, const Layer& layer, const
     });
     float* attended = e.attended.get(int64_t(tokens) * m.heads * dims);
     attention(e, m, step, cache, qkv, width, window, attended);
-    linear(e, layer.out, attended, tokens, out, x);
+    linear(e, layer.out, attended, tokens, out, m.hidden, x);
 }
 
 inline Vec activate(Vec gate, int kind) {
@@ -252,7 +258,7 @@ inline void mlp_block(Engine& e, const Model& m, const Layer& layer, int rows, c
             store_panel(hidden + int64_t(row) * m.intermediate, m.intermediate, p, x * load(gate), y * load(gate + LANES));
         });
     });
-    linear(e, layer.down, hidden, rows, out, x);
+    linear(e, layer.down, hidden, rows, out, m.hidden, x);
 }
 
 // All layers, one after the other, in place: x is [tokens, hidden].

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-ABI = 2
+ABI = 3
 SPINS = 5000
 """Looks for work before an idle thread sleeps: about 100 microseconds, more than the pause between two kernels."""
 
@@ -40,7 +40,7 @@ class Layer(C.Structure):
     """A layer's parameters."""
 
     _fields_ = (
-        ("attn_norm", C.c_void_p), ("qkv", Weight), ("out", Weight),
+        ("attn_norm", C.c_void_p), ("qkv", Weight * 3), ("out", Weight),
         ("mlp_norm", C.c_void_p), ("gate_up", Weight), ("down", Weight),
     )  # fmt: skip
 

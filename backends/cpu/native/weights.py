@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes as C  # noqa: N812
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ....core.errors import ConfigError
-from ....core.models.spec import ModelSpec, ParamSpec, model_params
-from ....core.models.weights import HostTensor
+from ....core.models.spec import ModelSpec, ParamSpec, WeightFormat, model_params
+from ....core.models.weights import HostTensor, QuantizedTensor
 from .library import Layer, Library, Weight, address
 
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -21,30 +23,45 @@ GROUP = 32
 _ALIGNMENT = 64
 
 
-class Storage(NamedTuple):
+@dataclass(frozen=True)
+class Storage:
     """How matrices are kept.
 
     Attributes:
         dtype: of matrices that are not quantized.
-        quantization: "int8", "int4" or None. The embedding and the logits' matrix get 8 bits in either case.
+        quantization: "int8", "int4" or None: what all matrices are rounded to. The embedding and the logits' matrix get
+            8 bits in either case.
+        kept: by path, the matrices that stay as the checkpoint has them.
     """
 
     dtype: str
     quantization: str | None = None
+    kept: Mapping[str, WeightFormat] = field(default_factory=dict)
 
-    def struct(self, n: int, k: int, end: bool) -> Weight:
+    def struct(self, n: int, k: int, end: bool, *paths: str) -> Weight:
         """A matrix [n, k]; `end` for the embedding and the logits' matrix.
+
+        Args:
+            paths: the parameters that are in it.
 
         Raises:
             ConfigError: its rows are not made of whole groups.
         """
+        if self.keeps(*paths):
+            format = self.kept[paths[0]]
+            return Weight(QUANTIZED[f"int{format.bits}"], n, k, format.group)
         if self.quantization is None:
             return Weight(FORMATS[self.dtype], n, k, k)
         if end or self.quantization == "int8":
             return Weight(QUANTIZED["int8"], n, k, k)
         if k % GROUP:
-            raise ConfigError(f"quantization=int4 needs widths that are multiples of {GROUP}; this model has {k}.")
+            raise ConfigError(f"--quantization int4 needs widths that are multiples of {GROUP}; this model has {k}.")
         return Weight(QUANTIZED["int4"], n, k, GROUP)
+
+    def keeps(self, *paths: str) -> bool:
+        """Whether these parameters stay as they are and can be one matrix, or a single one can."""
+        layouts = {(f.bits, f.group) if (f := self.kept.get(path)) else None for path in paths}
+        return len(layouts) == 1 and None not in layouts
 
 
 class PackedWeight:
@@ -76,25 +93,35 @@ class PackedWeight:
         return C.byref(self.struct)
 
 
-def layer_structs(library: Library, model: ModelSpec, storage: Storage) -> dict[str, Weight]:
-    """A layer's matrices as they are packed: q, k and v as one, and gate and up as one."""
-    m, width = model, model.num_heads * model.head_dim
+def layer_structs(library: Library, model: ModelSpec, storage: Storage, layer: int) -> dict[str, Weight]:
+    """A layer's matrices as they are packed: gate and up as one, and q, k and v, unless they are kept in formats of
+    their own."""
+    m, width, kv = model, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    q, k, v, o, gate, up, down = (f"layers.{layer}.{name}" for name in ("q", "k", "v", "o", "gate", "up", "down"))
     # Panels of gate and up take turns, so both have whole panels.
     mlp = -(-m.intermediate_size // library.panel) * library.panel
-    shapes = {
-        "qkv": (width + 2 * m.num_kv_heads * m.head_dim, m.hidden_size),
-        "o": (m.hidden_size, width),
-        "gate_up": (2 * mlp, m.hidden_size),
-        "down": (m.hidden_size, m.intermediate_size),
+    if storage.keeps(q, k, v) or not any(p in storage.kept for p in (q, k, v)):
+        attention = {"qkv": storage.struct(width + 2 * kv, m.hidden_size, False, q, k, v)}
+    else:
+        attention = {p[-1]: storage.struct(n, m.hidden_size, False, p) for p, n in ((q, width), (k, kv), (v, kv))}
+    return attention | {
+        "o": storage.struct(m.hidden_size, width, False, o),
+        "gate_up": storage.struct(2 * mlp, m.hidden_size, False, gate, up),
+        "down": storage.struct(m.hidden_size, m.intermediate_size, False, down),
     }
-    return {name: storage.struct(n, k, False) for name, (n, k) in shapes.items()}
+
+
+def end_struct(model: ModelSpec, storage: Storage, path: str) -> Weight:
+    """The embedding or the logits' matrix."""
+    return storage.struct(model.vocab_size, model.hidden_size, True, path)
 
 
 def weight_bytes(library: Library, model: ModelSpec, storage: Storage) -> int:
     """What all parameters take, packed."""
-    matrices = [*layer_structs(library, model, storage).values()] * model.num_layers
-    ends = 1 if model.tie_embeddings else 2
-    matrices += [storage.struct(model.vocab_size, model.hidden_size, True)] * ends
+    matrices = [m for layer in range(model.num_layers) for m in layer_structs(library, model, storage, layer).values()]
+    matrices += [
+        end_struct(model, storage, path) for path in (("embed",) if model.tie_embeddings else ("embed", "lm_head"))
+    ]
     rest = sum(p.size for p in model_params(model) if p.kind in ("norm", "bias", "table"))
     return sum(sum(library.sizes(m)) for m in matrices) + 4 * rest
 
@@ -102,8 +129,8 @@ def weight_bytes(library: Library, model: ModelSpec, storage: Storage) -> int:
 class LayerWeights:
     """A layer's parameters; `struct` is complete once all of them were placed."""
 
-    def __init__(self, library: Library, model: ModelSpec, storage: Storage) -> None:
-        structs = layer_structs(library, model, storage)
+    def __init__(self, library: Library, model: ModelSpec, storage: Storage, layer: int) -> None:
+        structs = layer_structs(library, model, storage, layer)
         self.weights = {name: PackedWeight(library, struct) for name, struct in structs.items()}
         self.norms: dict[str, torch.Tensor] = {}
         width, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -112,13 +139,16 @@ class LayerWeights:
             "q": ("qkv", 0, 0), "k": ("qkv", width, 0), "v": ("qkv", width + kv, 0), "o": ("o", 0, 0),
             "gate": ("gate_up", 0, 1), "up": ("gate_up", 0, 2), "down": ("down", 0, 0),
         }  # fmt: skip
+        if "qkv" not in structs:
+            self.places |= {name: (name, 0, 0) for name in ("q", "k", "v")}
 
     @cached_property
     def struct(self) -> Layer:
         """What the kernels are given."""
         w, norms = self.weights, self.norms
+        qkv = (Weight * 3)(*(w[name].struct for name in ("qkv", "q", "k", "v") if name in w))
         return Layer(
-            address(norms["attn_norm"]), w["qkv"].struct, w["o"].struct,
+            address(norms["attn_norm"]), qkv, w["o"].struct,
             address(norms["mlp_norm"]), w["gate_up"].struct, w["down"].struct,
         )  # fmt: skip
 
@@ -127,13 +157,13 @@ class Packer:
     """`place` for the parameters of one model."""
 
     def __init__(self, library: Library, model: ModelSpec, storage: Storage) -> None:
-        self._library, self._storage = library, storage
-        self.layers = [LayerWeights(library, model, storage) for _ in range(model.num_layers)]
+        self._library, self._model, self._storage = library, model, storage
+        self.layers = [LayerWeights(library, model, storage, i) for i in range(model.num_layers)]
 
     def place(self, param: ParamSpec, value: HostTensor) -> Any:
         """Packs a matrix; anything else becomes a float32 tensor."""
         if param.kind == "embedding" or param.path == "lm_head":
-            weight = PackedWeight(self._library, self._storage.struct(*param.shape, True))
+            weight = PackedWeight(self._library, end_struct(self._model, self._storage, param.path))
             self._pack(weight, value, 0, 0)
             return weight
         if not param.path.startswith("layers."):
@@ -156,6 +186,17 @@ class Packer:
         return layer
 
     def _pack(self, weight: PackedWeight, value: HostTensor, first: int, alternate: int) -> None:
+        format = weight.struct.format
+        if isinstance(value, QuantizedTensor) and format in QUANTIZED.values() and self._storage.quantization is None:
+            with np.errstate(over="ignore"):  # scales of a damaged file
+                scales = value.scales.astype(np.float16)
+                least = None if value.least is None else value.least.astype(np.float16)
+            numbers = np.ascontiguousarray(value.numbers)
+            self._library.pack_numbers(
+                weight.reference, first, alternate, len(numbers), numbers.ctypes.data, scales.ctypes.data,
+                None if least is None else least.ctypes.data,
+            )  # fmt: skip
+            return
         data = np.ascontiguousarray(value.data if value.dtype in FORMATS else value.float32())
         kind = FORMATS.get(value.dtype, FORMATS["float32"])
         self._library.pack(weight.reference, first, alternate, data.shape[0], data.ctypes.data, kind)
