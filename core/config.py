@@ -15,7 +15,8 @@ def option(default: Any, text: str, **more: Any) -> Any:
     Args:
         default: its default.
         text: the option's help.
-        more: `choices` (a tuple), `low` (least value), `unit` ("bytes": the flag takes 4GiB and the like).
+        more: `choices` (a tuple), `low` (least value), `unit` ("bytes": the flag takes 4GiB and the like), `backend`
+            (True: it is handed to the device's plugin as an option of that name, and refused where that has none).
     """
     metadata = {"help": text, **more}
     if callable(default):
@@ -45,6 +46,18 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto", "KV cache; auto is as --dtype.", choices=("auto", "float32", "bfloat16", "float16", "float64")
+    )
+    quantization: str | None = option(
+        None,
+        "Round weights to 8 or 4 bits when they are loaded, on devices that can. Default: as the checkpoint has them.",
+        choices=("int8", "int4"),
+        backend=True,
+    )
+    threads: int | None = option(
+        None,
+        "Threads to compute with, on devices that use the host's. Default: the device's choice.",
+        low=1,
+        backend=True,
     )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens, prompt and output. Default: the model's.", low=1
@@ -81,7 +94,7 @@ class EngineConfig:
                 raise ConfigError(f"{flag} must be a whole number, not {value!r}.")
             if low is not None and value is not None and value < low:
                 raise ConfigError(f"{flag} must be at least {low}, not {value}.")
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ConfigError(f"{flag} must be one of {', '.join(choices)}, not {value!r}.")
         share = self.memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
@@ -89,6 +102,24 @@ class EngineConfig:
         if share is not None and self.kv_cache_memory is not None:
             raise ConfigError("Give --memory-utilization or --kv-cache-memory, not both.")
         self._check_hosts()
+
+    def backend_options(self) -> dict[str, str]:
+        """Options for the device's plugin: those of `backend_option`, and the flags that stand for one.
+
+        Raises:
+            ConfigError: one is given both ways, with different values.
+        """
+        options = dict(self.backend_option)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not f.metadata.get("backend") or value is None:
+                continue
+            if options.get(f.name, str(value)) != str(value):
+                raise ConfigError(
+                    f"{flag_of(f)} {value} and --backend-option {f.name}={options[f.name]} differ: give one of them."
+                )
+            options[f.name] = str(value)
+        return options
 
     def _check_hosts(self) -> None:
         if self.host_rank >= self.num_hosts:

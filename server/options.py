@@ -92,7 +92,7 @@ def _parameter(f: Field[Any], hint: Any) -> inspect.Parameter:
         optional = True
     elif f.metadata.get("choices"):
         annotation = _choices(f.name, f.metadata["choices"])
-        info = typer.Option(annotation(default), flag_of(f), help=text)
+        info = typer.Option(None if optional else annotation(default), flag_of(f), help=text)
     elif plain is bool:
         info = typer.Option(default, f"{flag_of(f)}/--no-{flag_of(f)[2:]}", help=text)
     elif typing.get_origin(plain) is Mapping:

@@ -11,7 +11,7 @@ from support import write_tree
 from octavo.backends.cpu import CpuFactory
 from octavo.backends.cpu.cpuinfo import CpuInfo, cpu_info
 from octavo.backends.cpu.mps import MpsFactory
-from octavo.backends.host import host_memory
+from octavo.backends.host import host_memory, host_threads
 from octavo.backends.null import NullFactory
 from octavo.backends.reference import ReferenceFactory
 from octavo.backends.reference.checks import StepError
@@ -126,6 +126,33 @@ def test_memory_in_a_group_of_version_1(root):
     (base / "memory.usage_in_bytes").write_text("100000")
     (base / "memory.stat").write_text("total_inactive_file 0\n")
     assert host_memory(root) == (600_000, 500_000)
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+def test_a_thread_for_each_core(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.backends.host.usable_cpus", lambda: [0, 1, 2, 3, 6])
+    assert host_threads(tmp_path) == 5
+    for cpu, siblings in enumerate(("0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7")):
+        write_tree(tmp_path / f"sys/devices/system/cpu/cpu{cpu}", topology__thread_siblings_list=siblings + "\n")
+    assert host_threads(tmp_path) == 4
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("max 100000", 8), ("250000 100000", 3), ("1000 100000", 1), ("x", 8)])
+def test_a_quota_of_version_2(tmp_path, monkeypatch, quota, threads):
+    monkeypatch.setattr("octavo.backends.host.usable_cpus", lambda: range(8))
+    write_tree(tmp_path, proc__self__cgroup="0::/a/b\n")
+    write_tree(tmp_path / "sys/fs/cgroup/a", **{"cpu.max": quota})
+    assert host_threads(tmp_path) == threads
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("-1", 8), ("200000", 2)])
+def test_a_quota_of_version_1(tmp_path, monkeypatch, quota, threads):
+    monkeypatch.setattr("octavo.backends.host.usable_cpus", lambda: range(8))
+    write_tree(tmp_path, proc__self__cgroup="4:cpu,cpuacct:/a\n")
+    write_tree(tmp_path / "sys/fs/cgroup/cpu/a", **{"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000\n"})
+    assert host_threads(tmp_path) == threads
 
 
 def test_memory_without_proc(tmp_path):

@@ -98,6 +98,7 @@ def test_options_become_the_configuration() -> None:
     found = config_of(
         "some/model", "--dtype", "bfloat16", "--kv-cache-memory", "4GiB", "--swap-space", "512MB", "--seed", "-5",
         "--no-prefix-caching", "--backend-option", "a=1", "--backend-option", "b=x=y", "--max-model-len", "77",
+        "--quantization", "int8", "--threads", "3",
     )  # fmt: skip
     assert found == EngineConfig(
         model="some/model",
@@ -108,6 +109,8 @@ def test_options_become_the_configuration() -> None:
         prefix_caching=False,
         backend_option={"a": "1", "b": "x=y"},
         max_model_len=77,
+        quantization="int8",
+        threads=3,
     )
 
 
@@ -116,7 +119,10 @@ def test_contradictions_are_the_configurations_to_find() -> None:
         config_of("--memory-utilization", "0.5", "--kv-cache-memory", "1GB")
 
 
-@pytest.mark.parametrize("args", [["--dtype", "int3"], ["--max-num-seqs", "0"], ["--swap-space", "4G"], ["--what"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--dtype", "int3"], ["--quantization", "int3"], ["--max-num-seqs", "0"], ["--swap-space", "4G"], ["--what"]],
+)
 def test_usage_errors(args: list[str]) -> None:
     result = CliRunner().invoke(app, ["serve", *args])
     assert result.exit_code == 2

@@ -35,6 +35,7 @@ def tiny(tmp_path_factory):
         {"device": "cpu", "memory_utilization": 0.05, "max_num_seqs": 4},
         {"device": "reference", "backend_option": {"static": "1"}, "max_num_seqs": 4, "max_model_len": 100},
         {"device": "reference", "dtype": "float64", "kv_cache_memory": 100_000},
+        {"device": "cpu", "kv_cache_memory": 1 << 20, "quantization": "int8", "threads": 1},
     ],
 )
 def test_the_plan_is_what_the_engine_becomes(tiny, options):
@@ -72,6 +73,19 @@ def test_what_the_device_cannot_do_is_refused(tiny, option, value):
     flag = "--" + option.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} {value} is not supported by this device; it supports"):
         describe(EngineConfig(model=tiny, device="reference", **{option: value}))
+
+
+@pytest.mark.parametrize(("option", "value"), [("quantization", "int8"), ("threads", 2)])
+def test_flags_for_the_plugin_are_refused_where_it_has_no_such_option(tiny, option, value):
+    with pytest.raises(ConfigError, match=f"--{option} is not supported by reference"):
+        describe(EngineConfig(model=tiny, device="reference", **{option: value}))
+
+
+def test_a_flag_and_an_option_must_agree(tiny):
+    same = {"threads": 2, "backend_option": {"threads": "2", "kernels": "torch"}}
+    assert EngineConfig(**same).backend_options() == {"threads": "2", "kernels": "torch"}
+    with pytest.raises(ConfigError, match=r"--threads 3 and --backend-option threads=2 differ"):
+        describe(EngineConfig(model=tiny, device="cpu", **(same | {"threads": 3})))
 
 
 def test_the_command_prints_it_and_its_exit_code_tells(tiny):

@@ -25,8 +25,8 @@ class CpuFactory(BackendFactory):
     description = "compiled kernels and torch on the host's processors"
     auto_priority = 10
     options: ClassVar[Mapping[str, str]] = {
-        "threads": "threads to compute with (default: one for each processor that this process may use)",
-        "quantization": "int8 or int4: matrices are rounded to so many bits when they are loaded (native kernels only)",
+        "threads": "as --threads (default: one for each core that this process may use, by affinity and quota)",
+        "quantization": "as --quantization; needs the native kernels",
         "kernels": "native, the compiled ones (default where they were built), or torch",
     }
 
@@ -78,8 +78,8 @@ def _kernels(config: BackendConfig) -> tuple[str, Path] | None:
         raise ConfigError(f"kernels must be native or torch, not {wanted!r}.")
     quantization = config.options.get("quantization")
     if quantization not in (None, "int8", "int4"):
-        raise ConfigError(f"quantization must be int8 or int4, not {quantization!r}.")
-    needed = "kernels=native" if wanted == "native" else f"quantization={quantization}" if quantization else None
+        raise ConfigError(f"--quantization must be int8 or int4, not {quantization!r}.")
+    needed = "kernels=native" if wanted == "native" else f"--quantization {quantization}" if quantization else None
     if wanted == "torch" or "float64" in (config.dtype, config.kv_dtype):
         if needed:
             raise ConfigError(f"{needed} does not go with kernels=torch nor with float64: leave one of them out.")

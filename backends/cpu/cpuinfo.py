@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..host import host_threads
 
 # Instructions that decide how fast which dtype is, as Linux spells them (x86 "flags", Arm "Features").
 _NOTABLE = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "sve", "bf16", "i8mm")
@@ -18,7 +19,7 @@ class CpuInfo:
 
     Attributes:
         name: the model's name, or the architecture where it is not told.
-        threads: hardware threads that this process may use.
+        threads: that are worth having, see `host_threads`.
         features: notable instruction sets.
         flags: all instruction sets that the operating system names.
     """
@@ -44,6 +45,5 @@ def cpu_info(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuInfo:
     except OSError:
         pass  # not Linux
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = fields.get("model name") or platform.processor() or platform.machine()
-    return CpuInfo(name, threads, tuple(f for f in _NOTABLE if f in flags), frozenset(flags))
+    return CpuInfo(name, host_threads(), tuple(f for f in _NOTABLE if f in flags), frozenset(flags))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.backend import BackendConfig
-from ..host import host_memory
+from ..host import host_memory, host_threads
 from ..torch.backend import TorchBackend
 from ..torch.ops import TorchOps
 
@@ -14,7 +14,7 @@ class HostBackend(TorchBackend):
     """Torch on the host's processors.
 
     Args:
-        threads: that torch computes with; None: torch's own choice.
+        threads: that torch computes with; None: torch's own choice, as far as a control group's quota lets it.
     """
 
     # The host's memory is not ours alone.
@@ -23,8 +23,7 @@ class HostBackend(TorchBackend):
 
     def __init__(self, config: BackendConfig, ops: TorchOps, threads: int | None) -> None:
         super().__init__(config, torch.device("cpu"), ops)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads or min(torch.get_num_threads(), host_threads()))
 
     def device_memory(self) -> tuple[int, int]:
         return host_memory()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from .. import plugins
 from ..backend import (
@@ -17,7 +17,7 @@ from ..backend import (
     StepConstraints,
     StepLimits,
 )
-from ..config import EngineConfig
+from ..config import EngineConfig, flag_of
 from ..errors import ConfigError, ContextTooLongError
 from ..executor.executor import Executor
 from ..models.spec import ModelSpec
@@ -75,7 +75,7 @@ def choose_device(config: EngineConfig) -> tuple[BackendFactory, DeviceInfo]:
     Raises:
         DeviceError, ConfigError: there is no such device, or it does not run on several hosts.
     """
-    factory, device = plugins.select(config.device, config.backend_option)
+    factory, device = plugins.select(config.device, config.backend_options())
     if config.num_hosts > 1 and not factory.multi_host:
         raise ConfigError(
             f"--num-hosts {config.num_hosts}: the plugin {factory.name} runs on one host only. Leave --num-hosts out, "
@@ -97,7 +97,12 @@ def create_backend(config: EngineConfig, factory: BackendFactory, device: Device
     Raises:
         DeviceError, ConfigError: the device cannot be used, or has no such option.
     """
-    options, hosts = config.backend_option, hosts_of(config)
+    options, hosts = config.backend_options(), hosts_of(config)
+    for f in fields(config):
+        if f.metadata.get("backend") and f.name in options and f.name not in factory.options:
+            raise ConfigError(
+                f"{flag_of(f)} is not supported by {factory.name}: leave it out, or choose another --device."
+            )
     return plugins.create(factory, BackendConfig(device.id, config.dtype, config.kv_cache_dtype, options, hosts))
 
 

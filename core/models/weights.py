@@ -52,7 +52,7 @@ class QuantizedTensor(HostTensor):
     least: np.ndarray | None
 
     @cached_property
-    def data(self) -> np.ndarray:  # type: ignore[override]
+    def data(self) -> np.ndarray:
         """The values, float32 [N, K]."""
         groups = self.numbers.reshape(*self.scales.shape, -1).astype(np.float32)
         with np.errstate(all="ignore"):  # scales of a damaged file
