@@ -45,7 +45,7 @@ class EngineConfig:
         "auto", "Weights and activations.", choices=("auto", "float32", "bfloat16", "float16", "float64")
     )
     kv_cache_dtype: str = option(
-        "auto", "KV cache; auto is as --dtype.", choices=("auto", "float32", "bfloat16", "float16", "float64")
+        "auto", "KV cache; auto is as --dtype.", choices=("auto", "float32", "bfloat16", "float16", "float64", "int8")
     )
     quantization: str | None = option(
         None,

@@ -208,6 +208,52 @@ def test_steps_may_take_turns(library, monkeypatch):
     assert np.abs(long - short).max() > 0.1
 
 
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_a_cache_of_8_bits(library, monkeypatch, head_dim, window):
+    """Attention over keys and values as they are kept: each with a scale of its own. Whatever lies in slots that are
+    not seen does not matter."""
+    monkeypatch.setenv(variants.VARIABLE, library.variant)
+    model, length = tiny_spec(head_dim=head_dim), 70
+    kit = Kit(DeviceCase("cpu", options={"kernels": "native"}))
+    loaded = kit.load(model, StepLimits(96, 4, 96, 16), 8, kv_dtype="int8")
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((2, 96, model.num_kv_heads, head_dim)) * rng.uniform(0.01, 9, (2, 96, 1, 1))
+    kv[:, 3] = 0
+    kv[:, length:] = np.nan
+    loaded.write(np.arange(16, 112), *kv)
+    q = rng.standard_normal((1, model.num_heads, head_dim))
+    step = dummy_step(StepShape(1, 1, 6, 1, True), 4, 1)
+    inputs = step.inputs._replace(
+        seq_lens=np.asarray([length], np.int32), block_tables=np.arange(1, 7, dtype=np.int32)[None]
+    )
+    context = loaded.context(Step(step.shape, inputs))
+    got = loaded.numpy(loaded.ops.attention(loaded.array(q), None, None, loaded.layer_cache(0), context, window))[0]
+    low = 0 if window is None else length - window
+    kept = kv[:, low:length]
+    scale = np.abs(kept).max(-1, keepdims=True) / 127
+    kept = np.divide(kept, scale, out=np.zeros_like(kept), where=scale > 0).round() * scale
+    group = model.num_heads // model.num_kv_heads
+    for head in range(model.num_heads):
+        keys, values = kept[:, :, head // group]
+        scores = keys @ q[0, head] * model.scale
+        weights = np.exp(scores - scores.max())
+        np.testing.assert_allclose(got[head], weights @ values / weights.sum(), rtol=0, atol=2e-5)
+
+
+def test_blocks_of_8_bits_are_moved_whole(library, monkeypatch):
+    """Numbers, scales and all; `memory` counts both."""
+    monkeypatch.setenv(variants.VARIABLE, library.variant)
+    kit, limits = Kit(DeviceCase("cpu", options={"kernels": "native"})), StepLimits(96, 4, 96, 16)
+    loaded = kit.load(tiny_spec(head_dim=20), limits, 8, kv_dtype="int8")
+    loaded.write(np.arange(16, 48), *np.random.default_rng(0).standard_normal((2, 32, loaded.local.num_kv_heads, 20)))
+    contents = loaded.backend.export_blocks(np.asarray([1, 2], np.int32))
+    assert contents.shape[1] == loaded.backend.memory(loaded.model, limits).block_bytes
+    assert len(np.unique(contents, axis=0)) == 2
+    loaded.backend.import_blocks(np.asarray([5, 4], np.int32), contents)
+    np.testing.assert_array_equal(loaded.backend.export_blocks(np.asarray([5, 4], np.int32)), contents)
+
+
 def test_threads_are_torchs_too(library, monkeypatch):
     monkeypatch.setenv(variants.VARIABLE, library.variant)
     before = torch.get_num_threads()

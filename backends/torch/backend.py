@@ -96,7 +96,8 @@ class TorchBackend(Backend):
 
     def import_blocks(self, blocks: np.ndarray, contents: np.ndarray) -> None:
         index, axis, tensors = self.from_host(blocks).long(), self.block_axis, self.block_tensors()
-        parts = self.from_host(contents).view(tensors[0].dtype).chunk(len(tensors), dim=1)
+        sizes = [t.numel() // t.shape[axis] for t in tensors]
+        parts = self.from_host(contents).view(tensors[0].dtype).split(sizes, dim=1)
         for tensor, part in zip(tensors, parts, strict=True):
             shape = (len(blocks), *tensor.shape[:axis], *tensor.shape[axis + 1 :])
             tensor.index_copy_(axis, index, part.reshape(shape).movedim(0, axis))

@@ -4,13 +4,15 @@
 // into several ranges their results are merged (FlashDecoding), so one long sequence keeps all threads busy.
 //
 // A block holds, for each key/value head, keys as [D, block size] and values as [block size, D]: scores of neighbouring
-// keys come out side by side, without sums across a register.
+// keys come out side by side, without sums across a register. In 8 bits each key and each value has a scale of its own,
+// a float32 for each slot behind the numbers of the head.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -26,16 +28,36 @@ struct Bf16 { uint16_t bits; };
 struct F16Bits { uint16_t bits; };
 inline Vec load_kv(const Bf16* p) { return load_bf16(&p->bits); }
 inline Vec load_kv(const F16Bits* p) { return load_half(&p->bits); }
+inline Vec load_kv(const int8_t* p) {
+    // Step by step: asked to widen more than twofold at once, GCC 12 converts number by number.
+    auto wide = __builtin_convertvector((load_as<int8_t, Byte>(p)), Short);
+    return __builtin_convertvector(__builtin_convertvector(wide, VecI), Vec);
+}
 inline void store_kv(float* p, float x) { *p = x; }
 inline void store_kv(Bf16* p, float x) { p->bits = float_to_bf16(x); }
 inline void store_kv(F16Bits* p, float x) { p->bits = float_to_half(x); }
+inline void store_kv(int8_t* p, float x) { *p = int8_t(std::lrintf(x)); }
+
+template <class T>
+constexpr bool SCALED = std::is_same_v<T, int8_t>;
+
+// Numbers that a head's part of a block takes, for `width` of them in each of `size` slots.
+template <class T>
+constexpr int64_t head_numbers(int width, int size) {
+    return int64_t(width) * size + (SCALED<T> ? int64_t(sizeof(float)) * size : 0);
+}
+
+// The scales of a head's slots in a block, behind its numbers.
+inline float* scales_of(const int8_t* head, int width, int size) {
+    return reinterpret_cast<float*>(const_cast<int8_t*>(head) + int64_t(width) * size);
+}
 
 // Shared with Python: one layer's cache.
 struct Cache {
     int32_t format;
     int32_t kv_heads, head_dim, block_size;
-    void* keys;    // [blocks, kv_heads, head_dim, block_size]
-    void* values;  // [blocks, kv_heads, block_size, padded head_dim]
+    void* keys;    // [blocks, kv_heads, head_dim, block_size], and scales
+    void* values;  // [blocks, kv_heads, block_size, padded head_dim], and scales
 };
 
 // Values and their sums have rows of whole registers.
@@ -136,6 +158,11 @@ inline void gather(const float* weights, int stride, const T* values, int dims, 
         for (int v = 0; v < V; ++v) store(out + r * dims + v * LANES, sums[r][v]);
 }
 
+// x[i] *= factors[i]
+inline void times(float* x, const float* factors, int n) {
+    for (int i = 0; i < n; i += LANES) store(x + i, load(x + i) * load(factors + i));
+}
+
 // Result of a unit for one head: rows of D weighted sums, with the largest score and the sum of weights of each.
 struct Partial {
     float* sums;
@@ -152,10 +179,10 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
     const int dims = cache.head_dim, wide = padded(dims), size = cache.block_size, rows = unit.count * group;
     const int32_t* table = step.block_tables + int64_t(unit.sequence) * step.blocks;
     const int shift = step.seq_lens[unit.sequence] - step.query_start[unit.sequence + 1];  // from token to position
-    const int64_t head_size = int64_t(dims) * size;
-    const T* keys = static_cast<const T*>(cache.keys) + head * head_size;
-    const T* values = static_cast<const T*>(cache.values) + int64_t(head) * size * wide;
-    const int64_t block_stride = head_size * cache.kv_heads, value_stride = int64_t(size) * wide * cache.kv_heads;
+    const int64_t key_size = head_numbers<T>(dims, size), value_size = head_numbers<T>(wide, size);
+    const T* keys = static_cast<const T*>(cache.keys) + head * key_size;
+    const T* values = static_cast<const T*>(cache.values) + head * value_size;
+    const int64_t block_stride = key_size * cache.kv_heads, value_stride = value_size * cache.kv_heads;
     const float infinity = std::numeric_limits<float>::infinity();
 
     thread_local std::vector<float> queries, scores;
@@ -186,6 +213,11 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
             for (; v < vectors; ++v)
                 score<R, 1>(&queries[size_t(row) * dims], columns + v, size, dims, &scores[row * width + v * LANES], width);
         });
+        if constexpr (SCALED<T>)
+            for (int b = 0; b < blocks; ++b) {
+                const float* scales = scales_of(keys + table[begin / size + b] * block_stride, dims, size);
+                for (int r = 0; r < rows; ++r) times(&scores[size_t(r) * width + b * size], scales, size);
+            }
         // Weights. What a row does not see gets none; its score may be anything, NaN included.
         int seen_low = end, seen_high = begin;
         for (int r = 0; r < rows; ++r) {
@@ -224,6 +256,8 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
             const int low = std::max(seen_low - base, 0), high = std::min(seen_high - base, size);
             if (low >= high) continue;
             const T* block = values + table[base / size] * value_stride;
+            if constexpr (SCALED<T>)
+                for (int r = 0; r < rows; ++r) times(&scores[size_t(r) * width + b * size], scales_of(block, wide, size), size);
             in_pieces(0, rows, [&]<int R>(int row) {
                 constexpr int V = R <= ROWS_MOST / 2 ? 4 : 2;
                 const float* weights = &scores[size_t(row) * width + b * size];
@@ -237,16 +271,34 @@ void attend(const Step& step, const Cache& cache, const Unit& unit, int head, in
     }
 }
 
+// `numbers` of x at p, `stride` apart; where they are scaled, divided by what makes the largest of them 127, and that.
+template <class T>
+inline float put(T* p, int64_t stride, const float* x, int numbers) {
+    float inverse = 1, scale = 1;
+    if constexpr (SCALED<T>) {
+        float peak = 0;
+        for (int d = 0; d < numbers; ++d) peak = std::max(peak, std::fabs(x[d]));
+        // Of numbers that are infinite or none at all nothing can be kept; attention then sees that by the scale.
+        scale = peak / 127.0f, inverse = peak > 0 && std::isfinite(peak) ? 127.0f / peak : 0.0f;
+    }
+    for (int d = 0; d < numbers; ++d) store_kv(p + d * stride, x[d] * inverse);
+    return scale;
+}
+
 // Keys and values of one token into its slot.
 template <class T>
 inline void write_token(const Cache& cache, int slot, const float* k, const float* v) {
-    const int dims = cache.head_dim, size = cache.block_size, at = slot % size;
-    const int64_t head = int64_t(slot / size) * cache.kv_heads;
+    const int dims = cache.head_dim, size = cache.block_size, at = slot % size, wide = padded(dims);
+    const int64_t first = int64_t(slot / size) * cache.kv_heads;
     for (int h = 0; h < cache.kv_heads; ++h) {
-        T* keys = static_cast<T*>(cache.keys) + (head + h) * dims * size + at;
-        T* values = static_cast<T*>(cache.values) + ((head + h) * size + at) * padded(dims);
-        for (int d = 0; d < dims; ++d) store_kv(keys + int64_t(d) * size, k[h * dims + d]);
-        for (int d = 0; d < dims; ++d) store_kv(values + d, v[h * dims + d]);
+        T* keys = static_cast<T*>(cache.keys) + (first + h) * head_numbers<T>(dims, size);
+        T* values = static_cast<T*>(cache.values) + (first + h) * head_numbers<T>(wide, size);
+        const float key_scale = put(keys + at, size, k + h * dims, dims);
+        const float value_scale = put(values + int64_t(at) * wide, 1, v + h * dims, dims);
+        if constexpr (SCALED<T>) {
+            scales_of(keys, dims, size)[at] = key_scale;
+            scales_of(values, wide, size)[at] = value_scale;
+        }
     }
 }
 
@@ -257,6 +309,7 @@ inline void with_kv(int32_t format, F&& f) {
         case F32: return f(static_cast<float*>(nullptr));
         case BF16: return f(static_cast<Bf16*>(nullptr));
         case F16: return f(static_cast<F16Bits*>(nullptr));
+        case INT8: return f(static_cast<int8_t*>(nullptr));
     }
 }
 

@@ -14,7 +14,7 @@ from ....core.models.weights import WeightSource, build_params
 from ...torch.dtypes import DTYPES as TORCH_DTYPES
 from ..host import HostBackend
 from .library import Library
-from .ops import LayerCache, NativeOps
+from .ops import KV_FORMATS, LayerCache, NativeOps, layer_block_bytes
 from .weights import FORMATS, Packer, Storage, weight_bytes
 
 
@@ -33,17 +33,14 @@ class NativeBackend(HostBackend):
         self._library = library
 
     def capabilities(self) -> Capabilities:
-        dtypes = tuple(FORMATS)
-        return Capabilities(dtypes=dtypes, kv_dtypes=dtypes, block_sizes=(16, 32, 64, 128))
+        return Capabilities(dtypes=tuple(FORMATS), kv_dtypes=tuple(KV_FORMATS), block_sizes=(16, 32, 64, 128))
 
     def memory(self, model: ModelSpec, limits: StepLimits) -> MemoryPlan:
-        """Values have rows of whole registers, which heads of all known models fill."""
         plan, spec = super().memory(model, limits), self.cache_spec(model, limits)
-        wide = replace(spec, head_dim=-(-spec.head_dim // self._library.lanes) * self._library.lanes)
         weights = weight_bytes(self._library, model, self._storage(model))
         # Activations are float32 beside weights of two bytes as well.
         activations = plan.activations * 4 // DTYPE_BYTES[self.dtype(model)]
-        block_bytes = (spec.block_bytes + wide.block_bytes) // 2
+        block_bytes = spec.num_layers * sum(layer_block_bytes(spec, self._library.lanes))
         storage = self._storage(model)
         kept = Counter(f.name for f in storage.kept.values())
         formats = ", ".join(name for name, _ in kept.most_common()) or storage.quantization or storage.dtype

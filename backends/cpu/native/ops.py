@@ -8,35 +8,47 @@ from typing import Any
 import torch
 
 from ....core.backend import CacheSpec
-from ....core.models.spec import ModelSpec
+from ....core.models.spec import DTYPE_BYTES, ModelSpec
 from ....core.ops import StepContext
 from ....core.step import Cache, SamplerShape, SamplingInput, StepInput, StepShape
-from ...torch.dtypes import DTYPES
 from ...torch.ops import TorchOps
 from . import library as native
 from .library import Library, address
-from .weights import FORMATS, PackedWeight
+from .weights import FORMATS, QUANTIZED, PackedWeight
 
 Tensor = torch.Tensor
+KV_FORMATS = FORMATS | {"int8": QUANTIZED["int8"]}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 class LayerCache:
-    """One layer's cache.
+    """One layer's cache, a row of bytes for each block.
 
     Attributes:
-        keys: [blocks, K, D, block size].
-        values: [blocks, K, block size, D rounded up to whole registers].
+        keys: [blocks, K, D, block size], and in int8 a float32 scale for each slot behind each head.
+        values: [blocks, K, block size, D rounded up to whole registers], and scales likewise.
+        block_size: tokens of a block.
         struct: what the kernels are given.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, lanes: int) -> None:
-        heads, dims, size = spec.num_kv_heads, spec.head_dim, spec.block_size
-        dtype = DTYPES[spec.dtype]
         # Filled rather than made of zeros, which is done in one thread.
-        self.keys = torch.empty((num_blocks, heads, dims, size), dtype=dtype).fill_(0)
-        self.values = torch.empty((num_blocks, heads, size, -(-dims // lanes) * lanes), dtype=dtype).fill_(0)
-        self.struct = native.Cache(FORMATS[spec.dtype], heads, dims, size, address(self.keys), address(self.values))
+        self.keys, self.values = (
+            torch.empty((num_blocks, size), dtype=torch.uint8).fill_(0) for size in layer_block_bytes(spec, lanes)
+        )
+        self.block_size = spec.block_size
+        self.struct = native.Cache(
+            KV_FORMATS[spec.dtype], spec.num_kv_heads, spec.head_dim, spec.block_size,
+            address(self.keys), address(self.values),
+        )  # fmt: skip
+
+
+def layer_block_bytes(spec: CacheSpec, lanes: int) -> tuple[int, int]:
+    """What the keys and the values of a block take in one layer."""
+    wide = -(-spec.head_dim // lanes) * lanes
+    scale = 4 if spec.dtype == "int8" else 0
+    of = lambda width: spec.num_kv_heads * spec.block_size * (width * DTYPE_BYTES[spec.dtype] + scale)  # noqa: E731
+    return of(spec.head_dim), of(wide)
 
 
 class Plan:
@@ -81,7 +93,7 @@ class NativeOps(TorchOps):
         number = window or 0
         if self._cut_for != (plan, number):
             self._cut_for = (plan, number)
-            self._library.plan(C.byref(plan.model), C.byref(plan.step), cache.keys.shape[3], number)
+            self._library.plan(C.byref(plan.model), C.byref(plan.step), cache.block_size, number)
         return number
 
     # ------------------------------------------------------------------ the paged cache
