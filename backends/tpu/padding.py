@@ -64,7 +64,7 @@ class Padding:
         """A part of the padded parameter, whose bounds are whole units. Only that part of `value` is touched."""
         sources = self.sources(param)
         if sources is None:
-            return replace(value, data=value.data[part])
+            return HostTensor(value.data[part], value.dtype)
         axis = split_axis(param)
         unit, index = sources
         low, high, _ = part[axis].indices(unit * len(index))
@@ -72,7 +72,7 @@ class Padding:
         rest = list(part)
         if len(index) and index[0] != NOTHING and (np.diff(index) == 1).all():  # as it lies: a view is enough
             rest[axis] = slice(int(index[0]) * unit, (int(index[-1]) + 1) * unit)
-            return replace(value, data=value.data[tuple(rest)])
+            return HostTensor(value.data[tuple(rest)], value.dtype)
         out = np.zeros(
             [len(range(*s.indices(n))) for s, n in zip(part, self.shape(param), strict=True)], value.data.dtype
         )
@@ -82,7 +82,7 @@ class Padding:
                 into = [slice(None)] * out.ndim
                 into[axis] = slice(at * unit, (at + 1) * unit)
                 out[tuple(into)] = value.data[tuple(rest)]
-        return replace(value, data=out)
+        return HostTensor(out, value.dtype)
 
 
 def split_axis(param: ParamSpec) -> int:

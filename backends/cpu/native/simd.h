@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -24,6 +26,12 @@
 #endif
 
 namespace octavo {
+
+#if defined(__F16C__)
+typedef _Float16 HalfFloat;
+#elif defined(__aarch64__)
+typedef __fp16 HalfFloat;  // GCC 12 has no _Float16 here
+#endif
 
 // How numbers are kept; shared with Python. Activations, and all arithmetic, are float32.
 enum Format : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4 };
@@ -67,7 +75,7 @@ inline uint16_t float_to_bf16(float x) {
 
 inline float half_to_float(uint16_t bits) {
 #if defined(__F16C__) || defined(__aarch64__)
-    _Float16 h;
+    HalfFloat h;
     std::memcpy(&h, &bits, 2);
     return float(h);
 #else
@@ -88,7 +96,7 @@ inline float half_to_float(uint16_t bits) {
 
 inline uint16_t float_to_half(float x) {
 #if defined(__F16C__) || defined(__aarch64__)
-    _Float16 h = (_Float16)x;
+    HalfFloat h = (HalfFloat)x;
     uint16_t bits;
     std::memcpy(&bits, &h, 2);
     return bits;
@@ -117,8 +125,7 @@ inline Vec load_half(const uint16_t* p) {
 #elif defined(__F16C__)
     return (Vec)_mm256_cvtph_ps((__m128i)load_as<uint16_t, Half>(p));
 #elif defined(__aarch64__)
-    typedef _Float16 H __attribute__((vector_size(LANES * 2)));
-    return __builtin_convertvector((load_as<uint16_t, H>(p)), Vec);
+    return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     Vec v;
     for (int i = 0; i < LANES; ++i) v[i] = half_to_float(p[i]);
