@@ -194,3 +194,12 @@ def test_packed_weights_change_nothing(tied, monkeypatch):
         extra = model.vocab_size * model.hidden_size * 4 if tied and packing else 0
         assert backend.memory(model, limits).weights == weight_bytes(model, "float32") + extra
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=2e-5)
+
+
+def test_bfloat16_is_not_packed_where_onednn_would_refuse_it(monkeypatch):
+    """oneDNN raises for bfloat16 on a CPU that has only AVX2."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert not can_pack(torch.bfloat16)
+    backend = CpuBackend(BackendConfig("cpu", dtype="bfloat16", options={"kernels": "torch"}))
+    backend.load(MODEL, RandomWeights())
+    assert not backend.params["layers"][0]["qkv"].is_mkldnn

@@ -34,7 +34,14 @@ def can_pack(dtype: torch.dtype) -> bool:
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (dtype != torch.bfloat16 or _has_bfloat16())
     )
+
+
+def _has_bfloat16() -> bool:
+    """Whether oneDNN takes bfloat16 on this CPU: it wants AVX-512 or AVX-NE-CONVERT, and raises without them."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and supported()
 
 
 @torch.no_grad()
