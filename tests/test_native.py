@@ -14,6 +14,7 @@ from octavo.backends.cpu import CpuFactory  # noqa: E402
 from octavo.backends.cpu.cpuinfo import CpuInfo, cpu_info  # noqa: E402
 from octavo.backends.cpu.native import library as native  # noqa: E402
 from octavo.backends.cpu.native import variants  # noqa: E402
+from octavo.backends.cpu.native.memory import Arena  # noqa: E402
 from octavo.backends.cpu.native.weights import PackedWeight, Storage  # noqa: E402
 from octavo.core.backend import BackendConfig, StepLimits  # noqa: E402
 from octavo.core.errors import ConfigError, DeviceError  # noqa: E402
@@ -48,7 +49,7 @@ def test_the_kernels_were_built():
 
 
 def packed(library, storage, matrix):
-    weight = PackedWeight(library, storage.struct(*matrix.shape, False))
+    weight = PackedWeight(library, storage.struct(*matrix.shape, False), Arena())
     library.pack(weight.reference, 0, 0, len(matrix), matrix.ctypes.data, 0)
     return weight
 
@@ -131,7 +132,7 @@ def test_numbers_are_kept_to_the_nearest(library):
 def test_sixteen_bit_sources(library, source):
     matrix = torch.randn(40, 64, dtype=getattr(torch, source))
     for storage in STORAGES[:3]:
-        weight = PackedWeight(library, storage.struct(40, 64, False))
+        weight = PackedWeight(library, storage.struct(40, 64, False), Arena())
         library.pack(weight.reference, 0, 0, 40, matrix.data_ptr(), {"bfloat16": 1, "float16": 2}[source])
         want = matrix.to(getattr(torch, storage.dtype)).float().numpy()
         np.testing.assert_array_equal(rows(library, weight, range(40)), want)

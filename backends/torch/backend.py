@@ -81,7 +81,7 @@ class TorchBackend(Backend):
     def new_layers(self, spec: CacheSpec, num_blocks: int) -> list[Any]:
         try:
             return [self.new_layer(spec, num_blocks) for _ in range(spec.num_layers)]
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if "memory" not in str(error):
                 raise
             raise OutOfMemoryError(

@@ -10,7 +10,7 @@ using namespace octavo;
 extern "C" {
 
 // Of the structs above; raised whenever one of them or a signature changes, so that a stale library is not used.
-int32_t octavo_abi() { return 3; }
+int32_t octavo_abi() { return 4; }
 int32_t octavo_lanes() { return LANES; }
 
 Engine* octavo_create(int32_t threads, int32_t spins) { return new Engine(threads, spins); }
@@ -58,6 +58,10 @@ void octavo_rows(Engine* e, const Weight* w, const int32_t* ids, int32_t count, 
     for_rows(e->team, count, 4, [&](int low, int high) {
         for (int i = low; i < high; ++i) unpack_row(*w, ids[i], out + int64_t(i) * w->k);
     });
+}
+
+void octavo_norm(Engine* e, const float* x, const float* weight, int32_t rows, int32_t n, float eps, float* out) {
+    norm_rows(e->team, x, weight, rows, n, eps, out);
 }
 
 void octavo_linear(Engine* e, const Weight* w, const float* a, int32_t rows, float* out) {

@@ -65,12 +65,16 @@ inline void for_rows(Team& team, int rows, int piece, const F& f) {
     team.run(count, [&](int i) { f(i * piece, std::min((i + 1) * piece, rows)); });
 }
 
-inline const float* norm_rows(Engine& e, const float* x, const float* weight, int rows, const Model& m) {
-    float* out = e.normed.get(int64_t(rows) * m.hidden);
-    for_rows(e.team, rows, 8, [&](int low, int high) {
-        for (int r = low; r < high; ++r)
-            rms_norm(x + int64_t(r) * m.hidden, weight, m.hidden, m.eps, out + int64_t(r) * m.hidden);
+inline void norm_rows(Team& team, const float* x, const float* weight, int rows, int n, float eps, float* out) {
+    for_rows(team, rows, 8, [&](int low, int high) {
+        for (int r = low; r < high; ++r) rms_norm(x + int64_t(r) * n, weight, n, eps, out + int64_t(r) * n);
     });
+}
+
+// Rows of a layer's input, normalized; valid until the next call.
+inline const float* normed(Engine& e, const float* x, const float* weight, int rows, const Model& m) {
+    float* out = e.normed.get(int64_t(rows) * m.hidden);
+    norm_rows(e.team, x, weight, rows, m.hidden, m.eps, out);
     return out;
 }
 
@@ -207,11 +211,11 @@ inline void attention_block(Engine& e, const Model& m, const Layer& layer, const
                             int window, const float* x, float* out) {
     const int dims = m.head_dim, tokens = step.tokens;
     const int64_t width = int64_t(m.heads + 2 * m.kv_heads) * dims;
-    const float* normed = norm_rows(e, x, layer.attn_norm, tokens, m);
+    const float* input = normed(e, x, layer.attn_norm, tokens, m);
     float* qkv = e.qkv.get(tokens * width);
     float* part = qkv;
     for (const Weight& w : layer.qkv) {
-        if (w.n) linear(e, w, normed, tokens, part, width, nullptr);
+        if (w.n) linear(e, w, input, tokens, part, width, nullptr);
         part += w.n;
     }
     for_rows(e.team, tokens, 4, [&](int low, int high) {
@@ -243,10 +247,9 @@ inline Vec activate(Vec gate, int kind) {
 
 // out = x + down(activation(gate(norm(x))) × up(norm(x))); x and out may be the same.
 inline void mlp_block(Engine& e, const Model& m, const Layer& layer, int rows, const float* x, float* out) {
-    const float* normed = norm_rows(e, x, layer.mlp_norm, rows, m);
     float* hidden = e.hidden.get(int64_t(rows) * m.intermediate);
     const Weight& both = layer.gate_up;
-    const Rows h = activations(e, both, normed, rows);
+    const Rows h = activations(e, both, normed(e, x, layer.mlp_norm, rows, m), rows);
     for_panels(e.team, both.panels() / 2, rows, [&](int p, int low, int high) {
         alignas(64) float gates[TASK_ROWS * PANEL];
         multiply_panel(both, 2 * p, h, low, high, [&](int row, Vec x, Vec y) {

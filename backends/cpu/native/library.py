@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-ABI = 3
+ABI = 4
 SPINS = 5000
 """Looks for work before an idle thread sleeps: about 100 microseconds, more than the pause between two kernels."""
 
@@ -81,6 +81,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pack": (None, (_P, _P, _L, _I, _L, _P, _I)),
     "pack_numbers": (None, (_P, _P, _L, _I, _L, _P, _P, _P)),
     "rows": (None, (_P, _P, _P, _I, _P)),
+    "norm": (None, (_P, _P, _P, _I, _I, C.c_float, _P)),
     "linear": (None, (_P, _P, _P, _I, _P)),
     "plan": (None, (_P, _P, _P, _I, _I)),
     "write_cache": (None, (_P, _P, _P, _I, _P, _P)),

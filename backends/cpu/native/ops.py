@@ -14,6 +14,7 @@ from ....core.step import Cache, SamplerShape, SamplingInput, StepInput, StepSha
 from ...torch.ops import TorchOps
 from . import library as native
 from .library import Library, address
+from .memory import zeros
 from .weights import FORMATS, QUANTIZED, PackedWeight
 
 Tensor = torch.Tensor
@@ -32,9 +33,9 @@ class LayerCache:
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, lanes: int) -> None:
-        # Filled rather than made of zeros, which is done in one thread.
+        # Written to at once, and by all threads: what was promised is there when it is needed.
         self.keys, self.values = (
-            torch.empty((num_blocks, size), dtype=torch.uint8).fill_(0) for size in layer_block_bytes(spec, lanes)
+            zeros(num_blocks * size).view(num_blocks, size).fill_(0) for size in layer_block_bytes(spec, lanes)
         )
         self.block_size = spec.block_size
         self.struct = native.Cache(
@@ -161,6 +162,17 @@ class NativeOps(TorchOps):
         out = torch.empty(len(wide), weight.shape[0])
         self._library.linear(weight.reference, address(wide), len(wide), address(out))
         return out if bias is None else out + bias
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype != torch.float32 or x.dim() != 2:
+            return super().rms_norm(x, weight, eps)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._library.norm(address(x), address(weight), *x.shape, eps, address(out))
+        return out
+
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        return self.linear(x, weight)  # float32 already
 
     # ------------------------------------------------------------------ sampling
 

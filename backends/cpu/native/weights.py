@@ -15,12 +15,12 @@ from ....core.errors import ConfigError
 from ....core.models.spec import ModelSpec, ParamSpec, WeightFormat, model_params
 from ....core.models.weights import HostTensor, QuantizedTensor
 from .library import Layer, Library, Weight, address
+from .memory import Arena
 
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 QUANTIZED = {"int8": 3, "int4": 4}
 """int8: symmetric, a scale for each row. int4: a scale and a least value for each GROUP numbers of a row."""
 GROUP = 32
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,18 @@ class Storage:
 class PackedWeight:
     """A matrix [n, k] in panels, with room for a bias.
 
+    Args:
+        arena: where its memory comes from.
+
     Attributes:
         struct: what the kernels are given.
     """
 
-    def __init__(self, library: Library, struct: Weight) -> None:
+    def __init__(self, library: Library, struct: Weight, arena: Arena) -> None:
         self.struct, self.shape = struct, (struct.n, struct.k)
         # Zeros, also where panels reach beyond n.
-        data_bytes, scale_bytes = library.sizes(struct)
-        self._buffers = [torch.zeros(size + _ALIGNMENT, dtype=torch.uint8) for size in (data_bytes, scale_bytes)]
-        struct.data, struct.scales = (b.data_ptr() + -b.data_ptr() % _ALIGNMENT for b in self._buffers)
+        self._buffers = [arena.take(size) for size in library.sizes(struct)]
+        struct.data, struct.scales = (address(buffer) for buffer in self._buffers)
         self._bias = torch.Tensor()
 
     @property
@@ -129,9 +131,9 @@ def weight_bytes(library: Library, model: ModelSpec, storage: Storage) -> int:
 class LayerWeights:
     """A layer's parameters; `struct` is complete once all of them were placed."""
 
-    def __init__(self, library: Library, model: ModelSpec, storage: Storage, layer: int) -> None:
+    def __init__(self, library: Library, model: ModelSpec, storage: Storage, layer: int, arena: Arena) -> None:
         structs = layer_structs(library, model, storage, layer)
-        self.weights = {name: PackedWeight(library, struct) for name, struct in structs.items()}
+        self.weights = {name: PackedWeight(library, struct, arena) for name, struct in structs.items()}
         self.norms: dict[str, torch.Tensor] = {}
         width, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         # Of each checkpoint matrix: where it goes, its first row there, and whether it takes every other panel.
@@ -158,12 +160,13 @@ class Packer:
 
     def __init__(self, library: Library, model: ModelSpec, storage: Storage) -> None:
         self._library, self._model, self._storage = library, model, storage
-        self.layers = [LayerWeights(library, model, storage, i) for i in range(model.num_layers)]
+        self._arena = Arena()
+        self.layers = [LayerWeights(library, model, storage, i, self._arena) for i in range(model.num_layers)]
 
     def place(self, param: ParamSpec, value: HostTensor) -> Any:
         """Packs a matrix; anything else becomes a float32 tensor."""
         if param.kind == "embedding" or param.path == "lm_head":
-            weight = PackedWeight(self._library, end_struct(self._model, self._storage, param.path))
+            weight = PackedWeight(self._library, end_struct(self._model, self._storage, param.path), self._arena)
             self._pack(weight, value, 0, 0)
             return weight
         if not param.path.startswith("layers."):
