@@ -137,6 +137,9 @@ class TorchOps(Ops):
         # Rounded before it is multiplied with the weight, as the models were trained.
         return F.rms_norm(x.to(self.wide), weight.shape, None, eps).to(x.dtype) * weight
 
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        return self.linear(x, weight).to(self.wide)  # no copy where they are so already
+
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         cos, sin = cos[:, None, :], sin[:, None, :]

@@ -171,9 +171,6 @@ class NativeOps(TorchOps):
         self._library.norm(address(x), address(weight), *x.shape, eps, address(out))
         return out
 
-    def logits(self, x: Tensor, weight: Any) -> Tensor:
-        return self.linear(x, weight)  # float32 already
-
     # ------------------------------------------------------------------ sampling
 
     def draw(self, shape: SamplerShape, scores: Tensor, s: SamplingInput) -> Tensor:
