@@ -9,9 +9,10 @@ from starlette.middleware.cors import CORSMiddleware
 from ..core.engine.async_engine import AsyncEngine
 from ..core.errors import OctavoError
 from . import chat, completions, info
-from .context import ServerContext, ServerOptions
+from .context import ServerContext
 from .errors import APIError, NoClientError, on_error, on_http_error
 from .middleware import APIKey, BodyLimit, RequestId
+from .settings import ServerOptions
 from .version import version
 
 

@@ -64,9 +64,9 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI protocol."""
     from . import log
-    from .context import ServerOptions
     from .serve import ServeOptions
     from .serve import serve as run
+    from .settings import ServerOptions
 
     log.set_up(log_level)
     if config.host_rank:

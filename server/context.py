@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from starlette.requests import Request
@@ -16,27 +14,7 @@ from ..core.tokenizer import Tokenizer
 from .errors import APIError, unavailable
 from .metrics import Metrics
 from .protocol import AnyBody, parse
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How the HTTP side behaves.
-
-    Attributes:
-        served_model_name: the model's name in the API; None is the engine's name for it.
-        api_key: what clients must send as a bearer token; None is no check.
-        max_body_size: bytes of a request's body.
-        cors_origins: origins whose pages may call this server; "*" is all.
-        metrics_prefix: what metrics are called before the colon.
-    """
-
-    served_model_name: str | None = None
-    api_key: str | None = None
-    max_body_size: int = 32 * MIB
-    cors_origins: Sequence[str] = ()
-    metrics_prefix: str = "octavo"
+from .settings import ServerOptions
 
 
 class ServerContext:

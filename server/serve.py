@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import uvicorn
+from typing import TYPE_CHECKING
 
 from ..core.config import EngineConfig
 from ..core.engine.async_engine import AsyncEngine
 from ..core.errors import ConfigError
 from ..core.progress import StartProgress
-from .app import create_app
-from .context import ServerContext, ServerOptions
+from .settings import ServerOptions
 from .version import version
+
+if TYPE_CHECKING:
+    from .context import ServerContext
+    from .http import Server
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -51,14 +53,6 @@ class ServeOptions:
     port: int = 8000
     drain_timeout: float = 30.0
     server: ServerOptions = field(default_factory=ServerOptions)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: here the first signal drains."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -141,30 +135,29 @@ class _Serving:
             self._task.cancel()
 
     async def _serve(self) -> int:
+        # Imported while the engine's process imports what it needs.
+        importing = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, ".http", __package__))
         with contextlib.closing(StartProgress()) as progress:
             engine = await AsyncEngine.start(self._config, on_progress=progress, on_log=self._on_log)
         try:
-            app = create_app(engine, self._options.server)
-            server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+            server: Server = (await importing).Server(engine, self._options.server)
             serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
             try:
-                return await self._until_stopped(engine, app.state.context, server, serving)
+                return await self._until_stopped(engine, server, serving)
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
         finally:
             await engine.close()
 
-    async def _until_stopped(
-        self, engine: AsyncEngine, context: ServerContext, server: _Server, serving: asyncio.Future[None]
-    ) -> int:
+    async def _until_stopped(self, engine: AsyncEngine, server: Server, serving: asyncio.Future[None]) -> int:
         while not server.started:
             if serving.done():
                 serving.result()
                 raise ConfigError("The HTTP server could not be started; the log says why.")
             await asyncio.sleep(0.01)
         self._ready = True
-        self._announce(engine, context)
+        self._announce(engine, server.context)
         while not self._stop.is_set() and not engine.is_dead:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 0.25)
@@ -174,7 +167,7 @@ class _Serving:
         if engine.is_dead:
             print("octavo: the engine has stopped; the server ends.", file=sys.stderr, flush=True)
         else:
-            await self._drain(engine, context)
+            await self._drain(engine, server.context)
         # The engine is done; what clients have not read yet may take what is left of the time.
         left = max(deadline - time.monotonic(), LAST_WORDS)
         server.config.timeout_graceful_shutdown = math.ceil(left)

@@ -15,7 +15,8 @@ import uvicorn
 from octavo.core.config import EngineConfig
 from octavo.core.engine.async_engine import AsyncEngine
 from octavo.server.app import create_app
-from octavo.server.context import ServerContext, ServerOptions
+from octavo.server.context import ServerContext
+from octavo.server.settings import ServerOptions
 
 
 class LiveServer:

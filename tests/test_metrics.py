@@ -11,8 +11,8 @@ from live_server import LiveServer
 from octavo.core.engine.output import CompletionOutput, RequestOutput
 from octavo.core.engine.types import EngineStats
 from octavo.core.errors import ConfigError
-from octavo.server.context import ServerOptions
 from octavo.server.metrics import Metrics
+from octavo.server.settings import ServerOptions
 
 VLLM = {
     "num_requests_running": "gauge",

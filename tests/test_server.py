@@ -16,7 +16,7 @@ import openai
 import pytest
 from live_server import LiveServer
 
-from octavo.server.context import ServerOptions
+from octavo.server.settings import ServerOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 LONG = {"prompt": "abcd", "max_tokens": 3000}

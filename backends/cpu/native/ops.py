@@ -33,9 +33,9 @@ class LayerCache:
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, lanes: int) -> None:
-        # Written to at once, and by all threads: what was promised is there when it is needed.
+        # Pages are taken when blocks are first used: by the thread that uses them, and not all before the first token.
         self.keys, self.values = (
-            zeros(num_blocks * size).view(num_blocks, size).fill_(0) for size in layer_block_bytes(spec, lanes)
+            zeros(num_blocks * size).view(num_blocks, size) for size in layer_block_bytes(spec, lanes)
         )
         self.block_size = spec.block_size
         self.struct = native.Cache(
